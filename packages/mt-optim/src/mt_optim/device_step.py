@@ -39,7 +39,7 @@ class DeviceStep:
     skipped step runs the same kernels and changes nothing. After the step the host reads once
     (`read`).
 
-    The results equal those of the optimizer's `measure` and `step`, to the last bit on a CPU. A
+    The results equal the optimizer's `measure` and `step`, to the last bit on a CPU. A
     fused kernel on a CUDA device reads its learning rate in fp32.
 
     Args:

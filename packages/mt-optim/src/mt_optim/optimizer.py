@@ -1,4 +1,4 @@
-"""An optimizer whose state has names and full precision, whatever its rule."""
+"""An optimizer with named state in full precision, for any update rule."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ RuleFilter = Callable[[str, Tensor], str]
 
 
 class NamedOptimizer(NamedState):
-    """A torch.optim.Optimizer that runs rules over masters, with state that has names.
+    """A torch.optim.Optimizer that runs rules over full-precision masters, with named state.
 
-    bf16 and fp16 parameters have an fp32 master copy that is updated and rounded back; fp32 and
-    fp64 parameters are their own master. State is allocated at once: a checkpoint is loaded by
+    bf16 and fp16 parameters have an fp32 master, which is updated and rounded back; fp32 and fp64
+    parameters are their own master. State is allocated at once: a checkpoint is loaded by
     `load_state_dict`, or by writing into `master` and `moment`, setting `step_count` and calling
-    `sync_params`. Weights loaded into such parameters themselves are taken over by `sync_masters`.
+    `sync_params`. After weights were loaded into the parameters themselves, call `sync_masters`.
 
     Gradients are read through `mt_data_parallel.grad_of`; a missing one counts as zero, as it would
     inside a GradBuffer (torch.optim skips such a parameter instead). Parameters with
@@ -53,27 +53,27 @@ class NamedOptimizer(NamedState):
             `"1"` and so on.
         rules: The rule of all parameters, or several.
         lr: Learning rate.
-        weight_decay: What it means is the rule's.
-        decay_filter: Called with name and parameter, says whether weight decay applies. Those of
-            a group that it refuses become a group of their own with weight_decay 0. None: it
-            applies to all, as in torch. `default_decay_filter` spares biases and vectors.
-        rule_filter: Called with name and parameter, gives the name of its rule; for several rules.
-            Each rule's parameters become groups of their own.
-        storage: In what precision states are kept, and which share of them on the host; by default
-            in that of the masters, on the device. One for each optimizer.
+        weight_decay: Weight decay; its meaning depends on the rule.
+        decay_filter: Predicate of name and parameter for weight decay. Parameters that it refuses
+            become a group with weight_decay 0. None: weight decay applies to all, as in torch.
+            `default_decay_filter` spares biases and vectors.
+        rule_filter: Function from name and parameter to the name of the rule, for several rules.
+            The parameters of each rule become groups of their own.
+        storage: Precision and place of the states; by default as the masters, on the device. Each
+            optimizer needs its own.
 
     Attributes:
         param_groups: The groups with their options, which may be changed between steps.
-        guard: Asked by every step whether it may be taken; None, as at first, takes each.
-        offload_traffic: What the last step copied between device and host.
-        rescale: Called by every step that is taken, after the update, gives by name what parameters
-            are multiplied with, as QK-clip does: tensors that broadcast with `ParamShard.source`.
-        ema: Updated by every step that is taken; None, as at first, for no average.
+        guard: Decides whether a step is taken; None (the default) takes every step.
+        offload_traffic: Bytes that the last step copied between device and host.
+        rescale: Function called after the update of a step. It returns, by name, factors of
+            parameters, as QK-clip needs them: tensors that broadcast with `ParamShard.source`.
+        ema: The average that every step updates; None (the default) for no average.
 
     Raises:
-        ValueError: A setting is out of range, a parameter is listed twice or is no leaf, or nothing
-            is to be trained.
-        TypeError: Something is not a parameter, or not fp16, bf16, fp32 or fp64.
+        ValueError: A setting is out of range, a parameter is listed twice or is not a leaf, or
+            there is no parameter to train.
+        TypeError: An item is not a parameter, or not fp16, bf16, fp32 or fp64.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class NamedOptimizer(NamedState):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, such as layers that are trained from now on.
+        """Add parameters with options of their own, such as newly unfrozen layers.
 
         Args:
-            param_group: `params`, and any of the options; the optimizer's own are the default.
+            param_group: `params`, and options in place of the optimizer's defaults.
 
         Raises:
-            ValueError: As from the constructor; also where these have names and the others none.
+            ValueError: As from the constructor; also if only some groups have names.
             TypeError: As from the constructor.
         """
         options, shards, is_named = read_group(param_group, len(self._shards), tuple(self.defaults))
@@ -153,19 +153,19 @@ class NamedOptimizer(NamedState):
         """Update every parameter from its gradient.
 
         Args:
-            closure: Called first, with gradients enabled, where it is given.
+            closure: Called first, with gradients enabled, if it is given.
             lr: Learning rate of all groups, from now on, times a group's `lr_scale` where it has
                 one; by default each keeps its own.
             weight_decay: The same for weight decay and `wd_scale`, which is 0 where `decay_filter`
                 refuses a parameter.
 
         Returns:
-            What was done; `loss` is what the closure returned.
+            The result of the step; `loss` is the result of the closure.
 
         Raises:
             ValueError: An option of a group is out of range; no parameter has changed then.
             TypeError: An option is not a number, or the closure not a function.
-            RuntimeError: The state is on the host, where `offload_state` moved it.
+            RuntimeError: `offload_state` has moved the state to the host.
         """
         if self._is_away:
             raise RuntimeError("the state was moved to the host; call restore_state() first")
@@ -194,7 +194,7 @@ class NamedOptimizer(NamedState):
     def rates(
         self, *, lr: float | None = None, weight_decay: float | None = None
     ) -> list[dict[str, float]]:
-        """Return what a step with these arguments sets in each group; its errors are those."""
+        """Return the options that a step with these arguments sets in each group; check them."""
         news = scaled_rates(self.param_groups, lr=lr, weight_decay=weight_decay)
         for group, new in zip(self.param_groups, news, strict=True):
             self._check_group(self._rule(group), {**group, **new})
@@ -202,18 +202,18 @@ class NamedOptimizer(NamedState):
 
     @torch.no_grad()
     def update_on_device(self, rates: Sequence[Mapping[str, Tensor]], skip: Tensor) -> None:
-        """Update every parameter by numbers that lie on the device; `DeviceStep` does the rest.
+        """Update every parameter with rates on the device; `DeviceStep` does the rest.
 
         Args:
-            rates: Of each group `lr` and `weight_decay`, fp64 without dims.
-            skip: 1 where nothing may change, and 0 where it may.
+            rates: For each group `lr` and `weight_decay`, fp64 without dims.
+            skip: 1 to skip the step, 0 to take it.
         """
         self._update(rates=rates, skip=skip)
         if self.ema is not None:
             self.ema.update(skip=skip)
 
     def device_obstacle(self) -> str | None:
-        """Say what of a step the host has to do; None where `update_on_device` does all of it."""
+        """Say why `update_on_device` can't do the whole step without the host; None if it can."""
         if self.rescale is not None:
             return "QK-clip (rescale) has the host ask which weights it multiplies; use none"
         shards = self._by_param()
@@ -246,19 +246,19 @@ class NamedOptimizer(NamedState):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scale of fp16; None where there is none."""
+        """The loss scale of fp16; None if there is none."""
         return None if self.guard is None else self.guard.scaler
 
     @property
     def loss_scale(self) -> float:
-        """What to multiply the next loss with before its backward; 1 where there is no scaler."""
+        """The factor of the next loss before its backward; 1 without a scaler."""
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups and state, as torch has it.
+        """Return groups and state, as torch does.
 
-        The state of a bf16 parameter has its `master` whether or not that is kept, so that it can
-        be loaded into an optimizer with any storage.
+        The state of a bf16 parameter always has a `master`, even if the storage keeps only
+        remainders, so that an optimizer with any storage can load it.
         """
         given = super().state_dict()
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
@@ -272,17 +272,17 @@ class NamedOptimizer(NamedState):
         return given if self.scaler is None else {**given, "loss_scale": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave: moments, masters, steps and the groups' options.
+        """Load the result of `state_dict`: moments, masters, steps and the groups' options.
 
-        Values are copied into the tensors that are there, and parameters of 16 bits become their
-        masters, rounded. State of torch.optim.AdamW is taken too, where parameters are their own
-        masters. A dynamic loss scale goes on where it was, if the state has one.
+        Values are copied into the existing tensors, and 16-bit parameters are set to their masters,
+        rounded. The state of torch.optim.AdamW can be loaded too if parameters are their own
+        masters. A dynamic loss scale continues from its saved state.
 
         Args:
-            state_dict: What `state_dict` of an optimizer with the same groups gave.
+            state_dict: The state of an optimizer with the same groups.
 
         Raises:
-            ValueError: It is of other groups, parameters or shapes, or lacks something; nothing has
+            ValueError: It has other groups, parameters or shapes, or lacks an entry; nothing has
                 changed then.
             TypeError: It is not such a dict.
         """
@@ -378,7 +378,7 @@ class NamedOptimizer(NamedState):
         self._sync(shard for shard in narrow if not self._storage.is_offloaded(shard))
 
     def _rescale(self, factors: Mapping[str, Tensor]) -> None:
-        """Multiply masters, and moments no more than an update would."""
+        """Multiply masters by factors; moments stay as they are."""
         changed = [self._shards[name] for name in factors if name in self._shards]
         for shard in changed:
             factor = factors[shard.name].expand(shard.source.shape).reshape(-1)

@@ -63,15 +63,15 @@ class AdamW(NamedOptimizer):
 
 
 class SGD(NamedOptimizer):
-    """SGD with masters and named state; arguments and results are those of torch.optim.SGD.
+    """SGD with masters and named state; equal to torch.optim.SGD in arguments and results.
 
     Args:
         params: As of `NamedOptimizer`; a group may set `momentum`, `dampening` and `nesterov`.
         lr: Learning rate.
         momentum: Decay rate of the sum of gradients.
-        dampening: What the gradient is dampened by after the first step.
-        weight_decay: Times the weight, added to the gradient.
-        nesterov: Whether the next gradient is looked ahead for.
+        dampening: Dampening of the gradient after the first step.
+        weight_decay: Weight decay, added to the gradient.
+        nesterov: Whether to use Nesterov momentum.
         decay_filter: As of `NamedOptimizer`.
 
     Raises:
@@ -139,7 +139,8 @@ class Muon(NamedOptimizer):
         decay_filter: As of `NamedOptimizer`.
 
     Raises:
-        ValueError: As from `NamedOptimizer`; also for what is no matrix in a group of Muon's.
+        ValueError: As from `NamedOptimizer`; also if a group of Muon has a parameter that isn't a
+            matrix.
         TypeError: As from `NamedOptimizer`.
 
     Example:
@@ -192,7 +193,8 @@ class SOAP(NamedOptimizer):
         decay_filter: As of `NamedOptimizer`.
 
     Raises:
-        ValueError: As from `NamedOptimizer`; also for what is no matrix in a group of SOAP's.
+        ValueError: As from `NamedOptimizer`; also if a group of SOAP has a parameter that isn't a
+            matrix.
         TypeError: As from `NamedOptimizer`.
 
     Example:

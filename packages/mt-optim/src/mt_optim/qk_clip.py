@@ -1,4 +1,4 @@
-"""QK-clip: how far queries and keys are scaled back after a step."""
+"""QK-clip: the factors of query and key weights after a step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mt_optim.checks import check_number
 def qk_clip_scales(
     max_logits: Tensor, *, threshold: float = 100.0, alpha: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Return what the weights of queries and of keys are multiplied with (Kimi K2, 2507.20534).
+    """Return the factors of the query and of the key weights (Kimi K2, arXiv 2507.20534).
 
-    Where the largest score m of a step is above the threshold t, both together bring it back to
-    t: with `g = min(t / m, 1)` queries get `g ** alpha` and keys `g ** (1 - alpha)`. A score is
-    that of the softmax, scaled, of any query and a key that it sees, over the whole batch.
+    If the largest score m of a step exceeds the threshold t, both together bring it back to t: with
+    `g = min(t / m, 1)` queries get `g ** alpha` and keys `g ** (1 - alpha)`. Scores are the scaled
+    inputs of the softmax, over the whole batch, without masked pairs.
 
     Args:
         max_logits: The largest score of each head, or of the heads that share a key.
-        threshold: The largest score that is left alone.
-        alpha: How much of the scaling the queries take, 0 to 1.
+        threshold: The largest score without clipping.
+        alpha: Share of the scaling for the queries, 0 to 1.
 
     Raises:
         ValueError: A setting is out of range.
-        TypeError: A setting is no number.
+        TypeError: A setting is not a number.
 
     Shape:
         max_logits: any. Both results have the same.

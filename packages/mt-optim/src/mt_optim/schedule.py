@@ -50,7 +50,7 @@ class LRSchedule:
         wsd_shape: Its shape: linear, cosine, exponential or minus-sqrt.
 
     Raises:
-        ValueError: A field is out of range; the message lists what is allowed.
+        ValueError: A field is out of range; the message lists the allowed values.
         TypeError: A field is not a number where one is needed.
 
     Example:

@@ -41,7 +41,7 @@ class GradStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Measurements that are added up over ranks and parts.
+    """Measurements of a part, to be added up over ranks and parts.
 
     Attributes:
         square: Sum of the squares.

@@ -1,4 +1,4 @@
-"""What an optimizer takes as parameters: read, named and checked."""
+"""The parameters that users give to an optimizer: read, named and checked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ MASTER_DTYPES = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
-# `initial_lr` is where torch's schedulers start again from; `name` is for whoever logs a group.
-# `lr_scale` and `wd_scale` are what `step(lr=, weight_decay=)` multiplies with, and `eps_scale` is
-# what eps was multiplied with when the group was made.
+# torch's schedulers restart from `initial_lr`; `name` is for logs. `step(lr=, weight_decay=)`
+# multiplies by `lr_scale` and `wd_scale`; eps was multiplied by `eps_scale` at construction.
 SCALES = ("lr_scale", "wd_scale", "eps_scale")
 _KEYS = ("initial_lr", "name", "rule", *SCALES)
 
@@ -33,7 +32,7 @@ def default_decay_filter(name: str, param: Tensor) -> bool:
 
     Args:
         name: The parameter's name.
-        param: The parameter; a shard has as many dimensions as the whole.
+        param: The parameter or its shard, which has the same number of dims.
 
     Returns:
         False for names ending in "bias" (whatever their shape) and for tensors of fewer than two
@@ -45,7 +44,7 @@ def default_decay_filter(name: str, param: Tensor) -> bool:
 
 
 def read_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the groups that an optimizer's first argument stands for, unchecked.
+    """Return the groups in an optimizer's first argument, unchecked.
 
     Raises:
         TypeError: It is not an iterable of parameters, of pairs or of groups.
@@ -137,10 +136,10 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def apply_scales(group: dict[str, Any], *, given: Mapping[str, Any]) -> None:
-    """Multiply the options of a group that it has from the optimizer by the group's own scales.
+    """Multiply a group's inherited options by its own scales.
 
     Raises:
-        ValueError: What is to be multiplied is no number.
+        ValueError: An option with a scale is not a number.
     """
     for key, scale in zip(("lr", "weight_decay", "eps"), SCALES, strict=True):
         if key in group and key not in given and scale in group:
@@ -186,11 +185,11 @@ def _shard(item: Any, name: str, *, is_named: bool) -> ParamShard:
 def scaled_rates(
     groups: Sequence[Mapping[str, Any]], *, lr: float | None, weight_decay: float | None
 ) -> list[dict[str, float]]:
-    """Return what new rates are in each group, by its `lr_scale` and `wd_scale`.
+    """Return new rates for each group, multiplied by its `lr_scale` and `wd_scale`.
 
     Raises:
         ValueError: A rate is out of range.
-        TypeError: A rate is no number.
+        TypeError: A rate is not a number.
     """
     given: dict[str, tuple[str, float]] = {}
     if lr is not None:

@@ -1,4 +1,4 @@
-"""Which parameters a setting is for: a glob over names, an attribute or a predicate."""
+"""A choice of parameters: by a glob over names, an attribute or a predicate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mt_optim.checks import check_function
 
 @dataclass(frozen=True, kw_only=True)
 class ParamFilter:
-    """A choice of parameters: those that match every field that is given.
+    """A choice of parameters; each has to match all given fields.
 
     Attributes:
         names: A glob over the parameter's name, such as `*.experts.*`; `*` matches dots too.
-        attribute: An attribute of the parameter that is true.
+        attribute: Name of an attribute of the parameter whose value is true.
         where: A predicate of name and parameter.
 
     Raises:

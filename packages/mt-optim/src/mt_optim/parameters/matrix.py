@@ -23,24 +23,24 @@ _TABLES = ("wte", "wpe", "head", "lm_head", "output", "classifier")
 
 
 def matrix_spec(param: Tensor) -> MatrixSpec:
-    """Return of which matrices a parameter is made.
+    """Return the matrices that form a parameter.
 
-    That is what its sharding record says. Without a word of that, two dims are a matrix.
+    Its sharding record names them; without an entry, a tensor with two dims is one matrix.
 
     Raises:
-        ValueError: It is no matrix.
+        ValueError: It is not a matrix.
     """
     found = sharding_of(cast("nn.Parameter", param)).matrix
     if found is None and param.dim() != 2:
         raise ValueError(
-            f"it is no matrix, with shape {tuple(param.shape)}; say what are its rows and columns "
-            "by mt_parallel_state.mark_matrix, or have AdamW step it"
+            f"it is no matrix, with shape {tuple(param.shape)}; mark its rows and columns with "
+            "mt_parallel_state.mark_matrix, or step it with AdamW"
         )
     return MatrixSpec() if found is None else found
 
 
 def check_whole(shard: ParamShard, who: str) -> None:
-    """Check that a shard is all of a parameter.
+    """Check that a shard is a whole parameter.
 
     Raises:
         ValueError: It is a range of one.
@@ -53,10 +53,10 @@ def check_whole(shard: ParamShard, who: str) -> None:
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    """Say whether a parameter is a matrix inside of the network, as Muon wants them.
+    """Say whether a parameter is a hidden matrix, which Muon and SOAP step.
 
     Args:
-        name: Its name. Biases, and what is named like an embedding or a head, are none.
+        name: The parameter's name. Biases, embeddings and heads are excluded by their names.
         param: The parameter.
     """
     if not isinstance(name, str) or not isinstance(param, Tensor):
@@ -69,19 +69,19 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
 
 
 def by_matrix(matrices: str, others: str) -> Callable[[str, Tensor], str]:
-    """Return what gives the rule of a parameter: one for hidden matrices, one for all others."""
+    """Return a rule filter: one rule for hidden matrices, one for all others."""
     return lambda name, param: matrices if is_hidden_matrix(name, param) else others
 
 
 class TPSplit:
-    """How a parameter lies on the ranks of a layout, read from its sharding record.
+    """The split of a parameter over the ranks of a layout, read from its sharding record.
 
     Args:
         param: The parameter.
-        state: Process groups; None where nothing is split.
+        state: Process groups; None if nothing is split.
 
     Raises:
-        ValueError: It is split, and there is no state or a dim has several axes.
+        ValueError: The parameter is split, and there is no state or a dim has several axes.
     """
 
     def __init__(self, param: Tensor, state: ParallelState | None) -> None:
@@ -97,12 +97,12 @@ class TPSplit:
                 self.groups[dim] = group
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the whole of which a shard has this one."""
+        """Return the shape of the whole parameter, given the shape of a shard."""
         ranks = [group_size(self.groups.get(dim)) for dim in range(len(shape))]
         return tuple(size * n for size, n in zip(shape, ranks, strict=True))
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the whole of which every rank has a shard."""
+        """Gather the whole tensor from the shards of all ranks."""
         for dim, group in self.groups.items():
             x = all_gather(x.contiguous(), group, dim=dim)
         return x
@@ -115,10 +115,10 @@ class TPSplit:
         return whole
 
     def one(self, dims: int) -> tuple[dist.ProcessGroup | None, str]:
-        """Return the group of the only dim that is split, and whether that is "rows".
+        """Return the group of the only split dim, and whether it is among the "rows" or "columns".
 
         Args:
-            dims: How many dims are rows.
+            dims: Number of leading dims that form the rows.
 
         Raises:
             ValueError: Several dims are split.

@@ -1,4 +1,4 @@
-"""Groups of parameters that differ from the rest: by name, by attribute or by a function."""
+"""Groups of parameters with settings of their own, and the scales of muP."""
 
 from __future__ import annotations
 
@@ -58,15 +58,14 @@ def override_groups(
     named_params: Iterable[tuple[str, nn.Parameter] | ParamShard],
     overrides: Sequence[GroupOverride],
 ) -> list[dict[str, Any]]:
-    """Return the groups that overrides make, as any optimizer here takes them.
+    """Return the parameter groups that follow from overrides, for any optimizer.
 
     Args:
         named_params: Names and parameters, or shards.
         overrides: Several may match a parameter, if they do not set the same to different values.
 
     Returns:
-        Groups with `params`, and with what is set. The parameters keep their order inside of a
-        group.
+        Groups with `params` and their settings. The parameters keep their order within a group.
 
     Raises:
         ValueError: Two overrides contradict each other.
@@ -102,12 +101,13 @@ def mup_overrides(
     the width.
 
     Args:
-        width_multiplier: The model's width over that of the one whose rate was tuned.
-        is_hidden: Which parameters grow in both dims with the width, such as `is_hidden_matrix`.
-        name: Of the optimizer.
+        width_multiplier: The model's width divided by the width of the tuned model.
+        is_hidden: Predicate of the parameters that grow in both dims with the width, such as
+            `is_hidden_matrix`.
+        name: Name of the optimizer.
 
     Raises:
-        ValueError: The multiplier is not positive, or the rule is another one.
+        ValueError: The multiplier is not positive, or muP has no scales for the optimizer.
     """
     if not 0 < check_number("width_multiplier", width_multiplier) < math.inf:
         raise ValueError(f"width_multiplier must be positive, got {width_multiplier}")

@@ -37,10 +37,10 @@ class AdamWRule(Rule):
     """Loshchilov and Hutter, arXiv 1711.05101; with `decoupled=False` the Adam of torch.optim.
 
     Args:
-        engine: "fused", "foreach", or "auto" for fused wherever `fused_obstacle` says None.
-        decoupled: Whether weight decay is taken off the weights, or added to the gradient (Adam).
+        engine: "fused", "foreach", or "auto" for fused if `fused_obstacle` is None.
+        decoupled: Whether weight decay shrinks the weights, or is added to the gradient (Adam).
         betas: Default decay rates of the two moments.
-        eps: Default of what is added to the root of the second moment.
+        eps: Default of the number added to the root of the second moment.
     """
 
     name: ClassVar[str] = "adamw"
@@ -76,7 +76,7 @@ class AdamWRule(Rule):
         return state
 
     def device_obstacle(self, master: Tensor) -> str | None:
-        """Say why it can't update by numbers on the device: only the fused kernel does."""
+        """Say why rates on the device are not supported; only the fused kernel reads them."""
         if not self.decoupled:
             return "adam adds weight decay, a number of Python, to gradients; use adamw"
         if self.engine == "foreach":
@@ -84,10 +84,10 @@ class AdamWRule(Rule):
         return fused_obstacle(master)
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
-        """Run torch's kernels, on those parameters together that take the same one."""
+        """Run torch's kernels, each on all parameters for which it was chosen."""
         lr, decay = group["lr"], group["weight_decay"]
         if isinstance(decay, Tensor):
-            # As the kernel does it on a CPU, which takes a number of Python.
+            # The kernel takes a Python number; this has the bits of its own decay on a CPU.
             taken = 1.0 if batch.skip is None else 1 - batch.skip
             multiply_(batch.masters, 1 - lr * decay * taken)
             decay = 0.0

@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal, and AdamW for what is no matrix."""
+"""Muon: orthogonalised momentum."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mt_optim.rules.rule import Batch, Rule
 class MuonRule(Rule):
     """Jordan et al., kellerjordan.github.io/posts/muon, as torch.optim.Muon has it.
 
-    Each matrix that is fused in a weight (query, key and value; gate and up) is orthogonalised
-    alone, as the parameter's `MatrixSpec` says.
+    The matrices of a fused weight (query, key and value; gate and up) are orthogonalised
+    separately, as the parameter's `MatrixSpec` says.
 
     Args:
         momentum: Default decay rate of the mean of gradients.
-        nesterov: Whether the next gradient is looked ahead for, by default.
+        nesterov: Whether to use Nesterov momentum by default.
         orthogonalization: The iterations and the scale.
-        state: Process groups, for parameters that are split over tensor-parallel ranks.
+        state: Process groups for parameters split over tensor-parallel ranks.
     """
 
     name: ClassVar[str] = "muon"
@@ -57,7 +57,7 @@ class MuonRule(Rule):
         """Return the state before the first step.
 
         Raises:
-            ValueError: It is no whole matrix, or its split needs a state that is not there.
+            ValueError: It is not a whole matrix, or its split needs a missing state.
         """
         check_whole(shard, "Muon")
         matrix_spec(shard.source)
@@ -68,10 +68,10 @@ class MuonRule(Rule):
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Update momentum and masters; communicates as the mode of tensor parallelism says."""
-        # One by one: the iterations take nearly all of the time, and find the update in the cache.
+        # One by one: the iterations take nearly all of the time, and the update is in the cache.
         for each in zip(batch.shards, batch.masters, batch.grads, batch.states, strict=True):
             shard, master, grad, state = each
-            # What is looked for is freed here: the sum finds its memory, which is in the cache.
+            # The matrix to orthogonalise is freed here: the sum reuses memory in the cache.
             parts = self._parts(shard, self._sought(grad, state, group))
             master.mul_(1 - group["lr"] * group["weight_decay"])
             self._step(shard, master, parts, state, group)
@@ -80,7 +80,7 @@ class MuonRule(Rule):
     def _sought(
         self, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
     ) -> Tensor:
-        """Update the momentum, and return what is to be orthogonalised."""
+        """Update the momentum, and return the matrix to orthogonalise."""
         mean = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
         return grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
 
@@ -111,13 +111,13 @@ def orthogonal_parts(
     """Orthogonalise each matrix of a parameter's update.
 
     Args:
-        update: In the shape of the parameter as this rank holds it.
-        spec: Of which matrices it is made.
+        update: The update in the shape of this rank's parameter.
+        spec: The matrices in the parameter.
         how: The iterations.
-        tp_split: How it lies on the ranks.
+        tp_split: The split of the parameter over ranks.
 
     Returns:
-        For each part this rank's shard of the direction, and what it is multiplied with.
+        For each matrix this rank's shard of the direction, and its factor.
     """
     results: list[tuple[Tensor, float]] = []
     if how.tp == "duplicated" and tp_split.groups:

@@ -42,11 +42,11 @@ class Orthogonalization:
             sqrt(max(o, i)), `unit_rms_norm` sqrt(o / i), `shape_scaling` sqrt(max(1, o / i)), or
             `none`.
         extra_scale: Another factor. 0.2 with `spectral` gives updates as large as AdamW's.
-        tp: What a matrix that is split over ranks means: `duplicated` (every rank gathers the
+        tp: Treatment of a matrix split over ranks: `duplicated` (every rank gathers the
             whole and gets the bits of one rank), `distributed` (the iteration runs on the shards
             and sums Gram matrices; equal to one rank up to rounding) or `blockwise` (each shard is
             a matrix of its own, without communication; other numbers).
-        dtype: Of the iterations; bf16 is enough, as they are a rough approximation anyway.
+        dtype: Dtype of the iterations; bf16 is enough, as they only approximate the result.
 
     Raises:
         ValueError: A field is out of range.
@@ -106,11 +106,11 @@ class Orthogonalization:
         """Return the nearest orthogonal matrix, roughly: all singular values go towards 1.
 
         With A = X X^T a step is X <- a X + (b A + c A^2) X, from X / |X|. The side of A is the
-        shorter one of the matrix, or, where it is split over ranks, the one that is whole.
+        shorter side of the matrix, or, if it is split over ranks, the side that is whole.
 
         Args:
             x: The matrix, or this rank's rows or columns of it.
-            group: The ranks that have the other rows or columns; Gram matrices are summed over it.
+            group: The ranks with the other rows or columns; Gram matrices are summed over it.
             split: Which it is, "rows" or "columns".
 
         Shape:

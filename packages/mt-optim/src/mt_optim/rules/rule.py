@@ -1,4 +1,4 @@
-"""What an update rule is: a pure function over parameters, gradients and states."""
+"""An update rule: a pure function of parameters, gradients and states."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Parameters that are updated together: they have one rule and the same options.
+    """Parameters with one rule and the same options, for a joint update.
 
     Attributes:
-        shards: What they are of; a shard's `source` has the sharding record.
-        masters: What is updated, in full precision; the parameter itself where that has it.
-        grads: In the masters' dtype and shape.
-        states: By name the step, and the moments in the masters' dtype; updated in place.
-        skip: On the device 1 where nothing may change, and 0 where it may; None for what may.
+        shards: The shards; a shard's `source` has the sharding record.
+        masters: The full-precision tensors to update; a parameter in full precision is its own
+            master.
+        grads: The gradients in the masters' dtype and shape.
+        states: The step, and the moments in the masters' dtype, by name; updated in place.
+        skip: On the device, 1 to change nothing and 0 to update; None to update.
     """
 
     shards: list[ParamShard]
@@ -31,11 +32,11 @@ class Batch:
     skip: Tensor | None = None
 
     def moment(self, key: str) -> list[Tensor]:
-        """Return one tensor of each state."""
+        """Return the tensor with this name from each state."""
         return [state[key] for state in self.states]
 
     def pick(self, indices: list[int]) -> Batch:
-        """Return a part of it."""
+        """Return the batch of some of the parameters."""
         return Batch(
             [self.shards[i] for i in indices],
             [self.masters[i] for i in indices],
@@ -45,7 +46,7 @@ class Batch:
         )
 
     def count(self) -> None:
-        """Add one to the steps."""
+        """Add one to the step of each state."""
         if self.states:
             torch._foreach_add_(self.moment("step"), 1)
 
@@ -54,13 +55,13 @@ class Rule(ABC):
     """One optimizer's arithmetic, without parameters, memory or communication of its own.
 
     Attributes:
-        name: What a group calls it.
-        is_elementwise: Whether any flat range of a parameter can be stepped alone. A rule that is
-            not needs whole matrices.
+        name: Name of the rule in parameter groups.
+        is_elementwise: Whether any flat range of a parameter can be stepped alone; other rules need
+            whole matrices.
         takes_tensor_lr: Whether a group's `lr` may be a tensor, for a step in a CUDA graph.
-        makes_more: Whether it adds tensors to a state while it runs.
-        moments: Names of the tensors of the parameter's shape that it keeps.
-        options: What a group may set beside `lr` and `weight_decay`, with the defaults.
+        makes_more: Whether the rule adds tensors to a state while it runs.
+        moments: Names of the rule's state tensors with the parameter's shape.
+        options: Options of a group beside `lr` and `weight_decay`, with their defaults.
     """
 
     name: ClassVar[str]
@@ -72,11 +73,11 @@ class Rule(ABC):
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Check the options of a group that are this rule's.
+        """Check this rule's options in a group.
 
         Raises:
-            TypeError: One of them is not of its type.
-            ValueError: One of them is out of range.
+            TypeError: An option has the wrong type.
+            ValueError: An option is out of range.
         """
 
     def new_state(self, shard: ParamShard, master: Tensor) -> dict[str, Tensor]:
@@ -87,13 +88,13 @@ class Rule(ABC):
         return state
 
     def factors(self, state: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """Name the tensors of a state with shapes of their own, whole on every rank that has it."""
+        """Name the state tensors with shapes of their own, which are whole on each rank."""
         return ()
 
     def device_obstacle(self, master: Tensor) -> str | None:
-        """Say why it can't update where rates and `Batch.skip` are numbers on the device.
+        """Say why the rule can't take rates and `Batch.skip` on the device; None if it can.
 
-        Where it can (None), a group's `lr` and `weight_decay` may be tensors of fp64 without dims.
+        Then a group's `lr` and `weight_decay` may be fp64 tensors without dims.
         """
         return f"{self.name} has its rate as a number of Python; adamw has it on the device"
 

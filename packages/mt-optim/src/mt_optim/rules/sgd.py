@@ -18,8 +18,8 @@ class SGDRule(Rule):
     Args:
         momentum: Default decay rate of the sum of gradients; 0 keeps none at all, and cannot be
             raised later.
-        dampening: Default of what the gradient is dampened by after the first step.
-        nesterov: Whether the next gradient is looked ahead for.
+        dampening: Default dampening of the gradient after the first step.
+        nesterov: Whether to use Nesterov momentum.
     """
 
     name: ClassVar[str] = "sgd"

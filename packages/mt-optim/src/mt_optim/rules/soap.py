@@ -1,4 +1,4 @@
-"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners, and AdamW for what is no matrix."""
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioners."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mt_optim.checks import check_betas, check_count, check_size
 from mt_optim.parameters.matrix import TPSplit, check_whole, matrix_spec
 from mt_optim.rules.rule import Batch, Rule
 
-# Of the mean eigenvalue, added to all. It leaves the order of the eigenvectors, and in directions
-# that no gradient has had yet the basis then depends on the gradients and not on their rounding.
+# Share of the mean eigenvalue that is added to all. It keeps the order of the eigenvectors. In
+# directions without a gradient so far, the basis then doesn't depend on rounding.
 _DAMPING = 1e-3
 _SIDES = ("rows", "columns")
 
@@ -24,24 +24,24 @@ class SOAPRule(Rule):
     """Vyas et al., arXiv 2409.11321.
 
     For a matrix with gradient G the rule keeps means of `G G^T` and `G^T G` and an orthogonal basis
-    of each, `Q` and `P`. Adam's second moment is that of `Q^T G P`, its first moment M that of G,
-    and the step is Adam's for `Q^T M P`, turned back. Every `frequency` steps, and in the first,
+    of each, `Q` and `P`. Adam's second moment is taken of `Q^T G P`, its first moment M of G, and
+    the step is Adam's for `Q^T M P`, turned back. Every `frequency` steps, and in the first,
     a basis is brought nearer to the eigenvectors of its mean C by one step of orthogonal iteration,
     `Q = qr(C Q)`. It starts as the identity, not with eigenvectors of the first gradient, which
     has fewer directions than a long side needs, and bases are refreshed before they are used: so
     no step is left out, and the layout of the ranks does not choose between equal directions.
     Signs of a basis have no effect.
 
-    Each matrix that is fused in a weight has bases of its own, as the parameter's `MatrixSpec`
-    says. Where tensor parallelism splits a weight every rank gathers gradient and moments, has the
-    whole of means and bases, and takes its part of the step.
+    The matrices of a fused weight have separate bases, as the parameter's `MatrixSpec` says. If
+    tensor parallelism splits a weight, every rank gathers gradient and moments, keeps whole means
+    and bases, and takes its part of the step.
 
     Args:
         betas: Default decay rates of the first moment, and of the second one and the two means.
-        eps: Default of what is added to the root of the second moment.
+        eps: Default of the number added to the root of the second moment.
         frequency: Steps from one refresh of the bases to the next.
-        max_dim: A side of the matrix that is longer is left as it is, without mean and basis.
-        state: Process groups, for parameters that are split over tensor-parallel ranks.
+        max_dim: Longest side of a matrix with a mean and a basis.
+        state: Process groups for parameters split over tensor-parallel ranks.
     """
 
     name: ClassVar[str] = "soap"
@@ -71,7 +71,7 @@ class SOAPRule(Rule):
         """Return the state before the first step: moments, and per matrix means and bases.
 
         Raises:
-            ValueError: It is no whole matrix, or its split needs a state that is not there.
+            ValueError: It is not a whole matrix, or its split needs a missing state.
         """
         check_whole(shard, "SOAP")
         spec, tp_split = matrix_spec(shard.source), TPSplit(shard.source, self._state)
@@ -134,7 +134,7 @@ class SOAPRule(Rule):
         *,
         is_due: bool,
     ) -> list[Tensor | None]:
-        """Update the means of a matrix, and its bases where that is due; None for a long side."""
+        """Update the means of a matrix, and its bases if they are due; None for a long side."""
         bases: list[Tensor | None] = []
         for side, own in zip(_SIDES, (gradient, gradient.T), strict=True):
             basis = state.get(f"basis_{side}.{index}")

@@ -21,10 +21,10 @@ _ELEMENTWISE += ("RMSprop", "Rprop", "SGD")
 class TorchRule(Rule):
     """A class of torch.optim, made anew for each step around the masters and their state.
 
-    What it keeps is made in its first step, so it can be saved and loaded through state dicts only.
+    Its state is made in its first step, so it can be saved and loaded through state dicts only.
 
     Args:
-        class_name: Such as "Adafactor" or "RAdam".
+        class_name: Name of the class, such as "Adafactor" or "RAdam".
         options: Its arguments beside `params`, `lr` and `weight_decay`.
         state: Process groups; a class that needs whole parameters refuses what they split.
 

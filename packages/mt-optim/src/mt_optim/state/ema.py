@@ -13,21 +13,20 @@ _KEY = "ema"
 
 
 class EMA:
-    """The mean of an optimizer's masters over its steps, of late ones most.
+    """The exponential moving average of an optimizer's masters.
 
-    After step t it is `e = d e + (1 - d) w` with `d = min(decay, (1 + t) / (10 + t))`, so that it
-    forgets the initial weights at first. It is of the parameters, or the shards of them, that the
-    optimizer steps, in the masters' dtype, and lies in its state: it is sharded, saved by
-    `state_dict` and loaded with that. An optimizer updates the one that is its `ema` in each step
-    that it takes. Nothing waits for the device.
+    After step t it is `e = d e + (1 - d) w` with `d = min(decay, (1 + t) / (10 + t))`, so that the
+    initial weights are forgotten quickly. It lies in the optimizer's state, in the masters' dtype:
+    it is sharded like them, and saved and loaded by state dicts. An optimizer updates its `ema` in
+    each step that is not skipped. Nothing waits for the device.
 
     Args:
-        optimizer: Whose weights are averaged; the average begins as they are.
-        decay: The share of the old average after many steps.
+        optimizer: The optimizer whose masters are averaged; the average starts with their values.
+        decay: Decay rate after many steps.
 
     Raises:
         ValueError: `decay` is not in [0, 1).
-        TypeError: `decay` is no number.
+        TypeError: `decay` is not a number.
     """
 
     def __init__(self, optimizer: NamedState, decay: float) -> None:
@@ -50,17 +49,17 @@ class EMA:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Set the average to the weights, after others were loaded."""
+        """Set the average to the current weights, after weights were loaded."""
         for name in self._optimizer.names:
             state = self._optimizer.state[self._optimizer.shard(name).param]
             state[_KEY] = self._optimizer.master(name).clone()
 
     @torch.no_grad()
     def update(self, *, skip: Tensor | None = None) -> None:
-        """Take the weights of a step into the average.
+        """Add the weights of a step to the average.
 
         Args:
-            skip: On the device 1 where nothing may change, and 0 where it may.
+            skip: On the device, 1 to change nothing, 0 to update.
         """
         optimizer, weight = self._optimizer, None
         copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # each is a wait for the host

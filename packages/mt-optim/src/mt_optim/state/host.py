@@ -1,4 +1,4 @@
-"""The host as a place for states: its memory, what goes there, and how gradients reach it."""
+"""The host as a place for states: memory, choice of shards, and copies to and from the device."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _ALIGN = 64  # bytes, at which every tensor of a buffer starts
 
 
 def choose_offloaded(numels: Sequence[int], target: float) -> list[int]:
-    """Choose whole shards that have a number of elements together.
+    """Choose whole shards with about `target` elements together.
 
-    The largest come first, each where it still fits; what is left out is larger than what is
-    missing. If the smallest of it brings the sum closer, it is taken as well. So the sum is off by
-    half of the smallest shard that is left out, at most.
+    The largest come first, as long as they fit. If the smallest of the others brings the sum closer
+    to the target, it is taken as well. So the error is at most half of the smallest shard that was
+    not chosen.
 
     Args:
-        numels: The shards' elements.
-        target: How many elements to choose.
+        numels: Number of elements of each shard.
+        target: Number of elements to choose.
 
     Returns:
-        Their places, in order.
+        Indices of the chosen shards, in order.
     """
     chosen: list[int] = []
     missing = target
@@ -44,13 +44,13 @@ def choose_offloaded(numels: Sequence[int], target: float) -> list[int]:
 
 
 class HostMemory:
-    """Makes tensors on the host: in its memory, or in files that are mapped into it.
+    """Makes tensors on the host, in memory or in memory-mapped files.
 
-    A file has no name after it was mapped, so that nothing is left when the process ends however
-    it ends. What the system keeps of it in memory it can give back at any time.
+    A file is unlinked once it is mapped, so nothing remains after the process ends. The system can
+    evict its pages from memory at any time.
 
     Args:
-        folder: Where the files are; None for memory.
+        folder: The folder of the files; None for memory.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -102,7 +102,7 @@ class Traffic:
 
 @dataclass(slots=True, eq=False)
 class _Staging:
-    """Memory of the host that a copy goes through, and when the last one was done with it."""
+    """Host memory for a copy, and the event after which it can be reused."""
 
     event: Any
     is_pinned: bool
@@ -133,7 +133,7 @@ class Mover:
         device: Where gradients and parameters are.
 
     Attributes:
-        traffic: What was copied since `begin`.
+        traffic: Bytes copied since `begin`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -147,7 +147,7 @@ class Mover:
         self._fetched: dict[int, list[Tensor | None]] = {}
 
     def begin(self) -> None:
-        """Wait, in the stream of the copies, for what the device was told to do until now."""
+        """Make the stream of the copies wait for all work submitted to the device so far."""
         self.traffic = Traffic()
         self._stream.wait_stream(self._module.current_stream(self._device))
 
@@ -181,7 +181,7 @@ class Mover:
         self._count(to_device=_bytes(params))
 
     def end(self) -> None:
-        """Have whatever the device does next wait for the copies."""
+        """Make the device's next work wait for the copies."""
         self._module.current_stream(self._device).wait_stream(self._stream)
 
     def _count(self, *, to_host: int = 0, to_device: int = 0) -> None:

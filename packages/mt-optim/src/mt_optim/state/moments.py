@@ -21,12 +21,12 @@ _SCALE = "_scale"
 
 
 class MomentStorage:
-    """Keeps the tensors of a state in a format; rules see them in the masters' dtype.
+    """Keeps the moments of a state in a format; rules see them in the masters' dtype.
 
-    fp16 and fp8 (e4m3) have a scale, a power of two, for each 256 elements in memory order, as
-    gradients and even more their squares lie far below what these formats hold. What is stored and
-    read again is stored with the same values. The square of a small gradient never becomes zero,
-    which would make the step of Adam infinite: it becomes the smallest number of its block.
+    fp16 and fp8 (e4m3) have a power-of-two scale for each 256 elements in memory order, as
+    gradients, and even more their squares, are far below the range of these formats. Storing a
+    value that was read does not change it. The square of a small gradient never becomes zero, which
+    would make the step of Adam infinite: it becomes the smallest number of its block.
 
     Args:
         name: full (as the masters), fp32, bf16, fp16 or fp8.
@@ -53,7 +53,7 @@ class MomentStorage:
         return self._dtype is not None and self._dtype != dtype
 
     def pack(self, key: str, value: Tensor) -> dict[str, Tensor]:
-        """Return what is kept for a moment, by name."""
+        """Return the tensors to keep for a moment, by name."""
         if self._dtype is None or value.dtype == self._dtype:
             return {key: value}
         if not self.is_scaled:
@@ -62,7 +62,7 @@ class MomentStorage:
         return {key: kept, key + _SCALE: scales}
 
     def unpack(self, key: str, state: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return a moment in a dtype; the tensor that is kept itself where it has that."""
+        """Return a moment in a dtype; the kept tensor itself if it already has this dtype."""
         kept = state[key]
         if key + _SCALE not in state:
             return kept.to(dtype)
@@ -76,7 +76,7 @@ class MomentStorage:
         return {**state, **{key: self.unpack(key, state, dtype) for key in keys}}
 
     def write(self, state: dict[str, Tensor], key: str, value: Tensor) -> None:
-        """Keep a new value, in the tensors that are there."""
+        """Write a new value into the existing tensors."""
         if state[key] is not value:
             for name, kept in self.pack(key, value).items():
                 state[name].copy_(kept)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter, found and changed by the parameter's name."""
+"""The state of an optimizer, read and written by the parameters' names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mt_optim.state.storage import StateStorage
 
 
 class NamedState(torch.optim.Optimizer):
-    """A torch.optim.Optimizer whose masters, moments and factors have names; others step it."""
+    """A torch.optim.Optimizer with named masters, moments and factors; subclasses step it."""
 
     _shards: dict[str, ParamShard]
     _rules: dict[str, Rule]
@@ -29,7 +29,7 @@ class NamedState(torch.optim.Optimizer):
         return tuple(self._shards)
 
     def shard(self, name: str) -> ParamShard:
-        """Return what is stepped under a name.
+        """Return the shard of a named parameter.
 
         Raises:
             KeyError: There is no such parameter.
@@ -43,7 +43,7 @@ class NamedState(torch.optim.Optimizer):
 
     @property
     def step_count(self) -> int:
-        """Steps taken; set it after loading the moments of a checkpoint."""
+        """The number of steps taken; set it after loading the moments of a checkpoint."""
         return max(int(self.state[param]["step"]) for param in self._tensors())
 
     @step_count.setter
@@ -56,15 +56,15 @@ class NamedState(torch.optim.Optimizer):
         """Return the full-precision parameter: the parameter itself, or its fp32 copy for 16 bits.
 
         Shape:
-            The parameter's. Writing into it changes the state; call `sync_params` afterwards. Where
-            remainders are kept it comes as a copy, and `set_master` changes it.
+            The parameter's. Writing into it changes the state; call `sync_params` afterwards. If
+            remainders are kept, it is a copy, and only `set_master` changes the state.
         """
         shard = self.shard(name)
         return self._storage.master(shard, self.state[shard.param]).detach()
 
     @torch.no_grad()
     def set_master(self, name: str, value: Tensor) -> None:
-        """Set what `master` gives; call `sync_params` afterwards.
+        """Set a master; call `sync_params` afterwards.
 
         Raises:
             KeyError: There is no such parameter.
@@ -84,15 +84,15 @@ class NamedState(torch.optim.Optimizer):
         return tuple(dict.fromkeys(key for rule in self._rules.values() for key in rule.moments))
 
     def moments(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors of the parameter's shape that its rule keeps."""
+        """Return the names of the parameter's moments."""
         return self._rule_of_param(name).moments
 
     def moment(self, name: str, key: str) -> Tensor:
-        """Return a tensor that the rule keeps for a parameter, such as `exp_avg`.
+        """Return a moment of a parameter, such as `exp_avg`.
 
         Shape:
-            The parameter's. Writing into it changes the state, except where moments are kept with
-            scales, in fp16 or fp8: those come as fp32, and `set_moment` changes them.
+            The parameter's. Writing into it changes the state, except if moments have scales (fp16
+            or fp8): then it is an fp32 copy, and only `set_moment` changes the state.
         """
         shard = self.shard(name)
         if key not in self.moments(name):
@@ -102,17 +102,17 @@ class NamedState(torch.optim.Optimizer):
         return self._storage.moment(shard, self.state[shard.param], key)
 
     def factors(self, name: str) -> dict[str, Tensor]:
-        """Return what the rule keeps for a parameter in shapes of their own, such as SOAP's bases.
+        """Return the state tensors of a parameter with shapes of their own, such as SOAP's bases.
 
-        They are of the whole parameter, also where tensor parallelism splits it: every rank that
-        steps a part of it has all of them. Writing into them changes the state.
+        They belong to the whole parameter even if tensor parallelism splits it: each rank that
+        steps a part has all of them. Writing into them changes the state.
         """
         state = self.state[self.shard(name).param]
         return {key: state[key] for key in self._rule_of_param(name).factors(state)}
 
     @torch.no_grad()
     def set_moment(self, name: str, key: str, value: Tensor) -> None:
-        """Set what `moment` gives.
+        """Set a moment.
 
         Raises:
             KeyError: There is no such parameter or moment.
@@ -130,12 +130,12 @@ class NamedState(torch.optim.Optimizer):
     def non_finite(self) -> list[str]:
         """Name the parameters whose weights or moments are not all finite.
 
-        Weights that an absurd learning rate made infinite give a loss that is not finite, whatever
-        comes later: ask before they are written to disk. It reads the state once and waits for the
-        device. It does not communicate: each rank answers for what it holds.
+        Infinite weights, from an absurd learning rate, make every later loss infinite too: check
+        before a checkpoint is written. It reads the state once and waits for the device. It does
+        not communicate: each rank checks its own shards.
 
         Returns:
-            The names, in order; empty where all is well.
+            The names, in order; empty if all are finite.
         """
         found: list[tuple[str, Tensor]] = []
         for name, shard in self._shards.items():
@@ -157,13 +157,13 @@ class NamedState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def sync_masters(self) -> None:
-        """Set masters to their parameters of 16 bits, after weights were loaded into the model."""
+        """Set masters to their 16-bit parameters, after weights were loaded into the model."""
         for shard in self._shards.values():
             self._storage.set_master(shard, self.state[shard.param], shard.param.detach())
 
     @torch.no_grad()
     def offload_state(self) -> None:
-        """Move masters and moments to the host, so that the device has room for something else.
+        """Move masters and moments to the host to free memory on the device.
 
         Parameters stay. Until `restore_state` no step can be taken; everything else works.
         """
@@ -171,7 +171,7 @@ class NamedState(torch.optim.Optimizer):
 
     @torch.no_grad()
     def restore_state(self) -> None:
-        """Move back what `offload_state` moved."""
+        """Move masters and moments back to the device."""
         self._move_state(away=False)
 
     def _rule(self, group: Mapping[str, Any]) -> Rule:

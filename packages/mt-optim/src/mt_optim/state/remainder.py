@@ -1,4 +1,4 @@
-"""fp32 masters as what their bf16 parameters lack of them."""
+"""fp32 masters as remainders of their bf16 parameters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _BITS = 8
 def split(master: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return an fp32 tensor as its nearest bf16 one and the distance to it.
 
-    The distance, in units of the last place of fp32, is from -2^15 to 2^15. That is one value more
-    than 16 bits have: +2^15 occurs where a number lies halfway between two of bf16 and the even
-    one is below. A flag tells it from -2^15, so that every number comes back, and the bf16 one is
-    rounded to nearest even as everywhere.
+    The distance, in units of the last place of fp32, is from -2^15 to 2^15. That is one value too
+    many for 16 bits: +2^15 occurs if a number is halfway between two bf16 values and the even one
+    is below. A flag distinguishes it from -2^15, so every number is restored exactly, and bf16 is
+    rounded to nearest even as usual.
 
     Args:
         master: fp32.
@@ -31,7 +31,7 @@ def split(master: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def join(param: Tensor, distance: Tensor, flags: Tensor) -> Tensor:
-    """Return the fp32 tensor of which `split` made these."""
+    """Return the fp32 tensor from the results of `split`."""
     bits = (param.view(torch.int16).to(torch.int32) << 16) + distance
     tied = ((flags.unsqueeze(1) >> _places(param)) & 1).flatten()[: param.numel()]
     bits += tied.view(param.shape).to(torch.int32) << 16

@@ -1,4 +1,4 @@
-"""What an optimizer takes from a state dict: read and checked before anything changes."""
+"""The contents of a state dict, read and checked before anything changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mt_optim.checks import check_number
 
-# Options of torch's AdamW: what ours always does, and what changes no number.
+# Options of torch's AdamW: those fixed here, and those without an effect on the numbers.
 _ALWAYS = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 _LEFT_OUT = ("params", "param_names", *_ALWAYS, "foreach", "fused", "capturable", "differentiable")
 
@@ -21,10 +21,10 @@ def read_options(groups: Any, own: Sequence[Mapping[str, Any]]) -> list[dict[str
 
     Args:
         groups: The groups of the state dict.
-        own: Those of the optimizer, which they have to fit.
+        own: The groups of the optimizer.
 
     Raises:
-        ValueError: They are other groups, or were made with an option that AdamW here lacks.
+        ValueError: The groups differ, or have an option that AdamW here lacks.
         TypeError: An option is not a number.
     """
     if not isinstance(groups, list) or len(groups) != len(own):
@@ -72,9 +72,10 @@ def read_state(
     Args:
         name: The parameter's name.
         given: Its entry in the state dict, None where there is none.
-        own: The tensors that are to get the values.
-        makes_more: Whether the rule makes tensors while it runs: those are taken as they are.
-        optional: Which of `own` may be missing.
+        own: The tensors to fill.
+        makes_more: Whether the rule makes tensors while it runs; these are returned as they
+            are.
+        optional: Names in `own` that may be missing.
 
     Raises:
         ValueError: A value is missing or has another shape.

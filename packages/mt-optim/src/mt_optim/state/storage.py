@@ -1,4 +1,4 @@
-"""How and where states are kept between steps: in which precision, on the device or the host."""
+"""The precision and place of states between steps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class StateStorage:
     """Keeps the state of shards, whatever their rule: the master, the moments and the step.
 
     Args:
-        moments_dtype: What moments are kept in, as of `MomentStorage`.
-        masters: What is kept of the masters of bf16 parameters: `full`, an fp32 copy, or
-            `remainder`, what the parameter lacks of it, in 17 bits.
-        offload: Which share of the elements has its state on the host. Those have a full master.
-        offload_dir: A folder for files that hold it; None for the host's memory.
+        moments_dtype: Format of the moments, as for `MomentStorage`.
+        masters: Form of the masters of bf16 parameters: `full`, an fp32 copy, or `remainder`, the
+            17 bits that the parameter lacks.
+        offload: Share of the elements whose state is on the host, with full masters.
+        offload_dir: A folder for files with these states; None for the host's memory.
 
     Raises:
-        ValueError: A setting is out of range, or two don't go together.
-        TypeError: One is of another type.
+        ValueError: A setting is out of range, or two contradict each other.
+        TypeError: A setting has the wrong type.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class StateStorage:
         return {**self.__dict__, "_mover": None}  # it has streams of a device
 
     def place(self, shards: Sequence[ParamShard]) -> None:
-        """Decide which of some new shards have their state on the host.
+        """Choose the new shards whose state is on the host.
 
-        It is decided by their sizes, so that ranks with shards of equal sizes decide alike.
+        The choice depends on their sizes only, so ranks with shards of equal sizes choose alike.
         """
         numels = [shard.param.numel() for shard in shards]
         self._numel += sum(numels)
@@ -84,7 +84,7 @@ class StateStorage:
         return shard.name in self._offloaded
 
     def mover(self, device: torch.device) -> Mover:
-        """Return what copies between a device and the host; it keeps its buffers."""
+        """Return the mover for copies between device and host, which keeps its buffers."""
         if self._mover is None:
             self._mover = Mover(device)
         return self._mover
@@ -122,13 +122,13 @@ class StateStorage:
         return {**state, "remainder": distance, "ties": ties}
 
     def master(self, shard: ParamShard, state: Mapping[str, Tensor]) -> Tensor:
-        """Return the full-precision parameter; a copy where a remainder is kept."""
+        """Return the full-precision parameter; a copy if a remainder is kept."""
         if "remainder" in state:
             return join(shard.param.detach(), state["remainder"], state["ties"])
         return state.get("master", shard.param)
 
     def set_master(self, shard: ParamShard, state: Mapping[str, Tensor], value: Tensor) -> None:
-        """Set what `master` gives; where a remainder is kept the parameter with it."""
+        """Set the master, and with remainders the parameter too."""
         if "remainder" not in state:
             own = state.get("master", shard.param)
             if own.data_ptr() != value.data_ptr():
@@ -140,14 +140,14 @@ class StateStorage:
         state["ties"].copy_(ties)
 
     def moment(self, shard: ParamShard, state: Mapping[str, Tensor], key: str) -> Tensor:
-        """Return a moment as it is kept, or in fp32 where that has scales."""
+        """Return a moment in its format, or in fp32 if the format has scales."""
         scaled = self._moments.is_scaled and self._moments.converts(
             MASTER_DTYPES[shard.param.dtype]
         )
         return self._moments.unpack(key, state, torch.float32 if scaled else state[key].dtype)
 
     def set_moment(self, state: dict[str, Tensor], key: str, value: Tensor) -> None:
-        """Set what `moment` gives."""
+        """Set a moment."""
         self._moments.write(state, key, value)
 
     def opened(
@@ -166,7 +166,7 @@ class StateStorage:
         rule: Rule,
         opened: tuple[Tensor, dict[str, Tensor]],
     ) -> None:
-        """Keep what a rule made of `opened`."""
+        """Store the results of a rule in the tensors that `opened` returned."""
         master, new = opened
         if new is not state:
             for key in rule.moments:
@@ -175,7 +175,7 @@ class StateStorage:
             self.set_master(shard, state, master)
 
     def saved(self, shard: ParamShard, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a state as a state dict has it, which is the same for every kind of masters."""
+        """Return a state for a state dict, in one form for every kind of masters."""
         if "remainder" not in state:
             return dict(state)
         kept = {key: value for key, value in state.items() if key not in ("remainder", "ties")}
@@ -184,7 +184,7 @@ class StateStorage:
     def template(
         self, shard: ParamShard, state: Mapping[str, Tensor]
     ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-        """Return tensors of the shapes that `load` takes, and the names of those it can miss."""
+        """Return tensors with the shapes that `load` expects, and the names of optional ones."""
         if "remainder" in state:
             kept = {key: value for key, value in state.items() if key not in ("remainder", "ties")}
             return {**kept, "master": shard.param}, ()
@@ -194,7 +194,7 @@ class StateStorage:
     def load(
         self, shard: ParamShard, state: dict[str, Tensor], values: Mapping[str, Tensor]
     ) -> None:
-        """Copy what a state dict has into the tensors that are there."""
+        """Copy the values of a state dict into the existing tensors."""
         for key, value in values.items():
             if key == "master":
                 self.set_master(shard, state, value)
@@ -202,7 +202,7 @@ class StateStorage:
                 state[key].copy_(value)
             else:
                 state[key] = value.clone()
-        if "master" in state and "master" not in values:  # a parameter that elsewhere is its own
+        if "master" in state and "master" not in values:  # saved by an fp32 run without masters
             state["master"].copy_(shard.param)
 
     def move(self, shard: ParamShard, state: dict[str, Tensor], *, away: bool) -> None:

@@ -1,4 +1,4 @@
-"""How a step goes through all shards: on the device, and for offloaded ones on the host."""
+"""The update of all shards in a step: on the device, and on the host for offloaded ones."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Gradient = Callable[[Tensor], Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Portion:
-    """Shards that are updated together.
+    """A portion of the shards, for a joint update.
 
     Attributes:
         shards: The shards.
-        rule: Theirs.
-        group: Its options.
-        skip: As of `Batch`.
+        rule: Their rule.
+        group: The options of their group.
+        skip: As in `Batch`.
     """
 
     shards: list[ParamShard]
@@ -48,7 +48,7 @@ def portions(
 ) -> Iterator[Portion]:
     """Cut the shards of a group into portions, each on the device or on the host.
 
-    It is cut where a step makes copies, so that there are few of them at a time.
+    Steps that make copies are cut into small portions to save memory.
     """
     here, there = list(shards), []
     if not storage.is_plain:
@@ -60,10 +60,9 @@ def portions(
 
 
 def _room(shards: Sequence[ParamShard], storage: StateStorage) -> int | None:
-    """Return how many elements go together on the device; None where a step makes no copies.
+    """Return the number of elements in a portion on the device; None if a step makes no copies.
 
-    What 16 bits lack is made of gradients and states for a step: of few enough elements that a
-    processor's cache has them, and of enough for all of a GPU.
+    Full-precision copies of a portion fit into a processor's cache, or keep a whole GPU busy.
     """
     params = [shard.param for shard in shards]
     narrow = any(param.dtype != MASTER_DTYPES[param.dtype] for param in params)
@@ -78,19 +77,19 @@ def update(
 ) -> Traffic:
     """Update everything, the host and the device at the same time.
 
-    Parameters of offloaded shards are set to their masters; others still have to be.
+    Parameters of offloaded shards are set to their masters; the caller does this for the others.
 
     Args:
-        work: What is updated.
+        work: The portions to update.
         states: The states of the shards' parameters.
-        storage: How and where they are kept.
-        gradient: Gives the gradient of a parameter, asked once.
+        storage: The storage of the states.
+        gradient: Function that returns the gradient of a parameter, called once for each.
 
     Returns:
-        What was copied.
+        The bytes copied.
 
     Raises:
-        ValueError: A rate is a tensor, and something is on the host; nothing has changed.
+        ValueError: A rate is a tensor, and some states are on the host; nothing has changed.
     """
     here = [portion for portion in work if not storage.is_offloaded(portion.shards[0])]
     there = [portion for portion in work if storage.is_offloaded(portion.shards[0])]
@@ -155,7 +154,7 @@ def _gradient(grad: Tensor | None, master: Tensor) -> Tensor:
 
 
 def _chunks(shards: Sequence[ParamShard], size: int | None) -> list[list[ParamShard]]:
-    """Cut a list where it has more than `size` elements."""
+    """Cut shards into lists of at most `size` elements each."""
     if size is None:
         return [list(shards)] if shards else []
     chunks: list[list[ParamShard]] = []
