@@ -52,7 +52,7 @@ def test_the_numbers_that_are_named_do(override: str) -> None:
 
 def test_a_sequence_that_no_text_becomes_is_refused() -> None:
     assert refused(T5, "training.sequence_length=2") == [
-        "training.sequence_length: no text becomes 2 tokens of the encoder; use 3"
+        "training.sequence_length: no text fills exactly 2 tokens of the encoder; use 3"
     ]
 
 
@@ -187,7 +187,7 @@ def test_a_tokenizer_without_the_special_tokens_is_refused(documents: IndexedDat
 
 def test_pairs_of_one_document_are_refused(documents: IndexedDataset) -> None:
     config = load_config(BERT).config
-    with pytest.raises(DataError, match=r"pairs need two documents or more.*build with more"):
+    with pytest.raises(DataError, match=r"pairs need at least two documents"):
         masked_rows(config, documents, tokenizer_of(*SPECIAL))
 
 
