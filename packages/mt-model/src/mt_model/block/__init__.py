@@ -1,1 +1,1 @@
-"""What every block of a model is made of."""
+"""The common parts of mixers and feed-forwards: configs, norms, losses, dropout, recomputation."""

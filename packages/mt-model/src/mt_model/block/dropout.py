@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of the sample, the position and the element alone."""
+"""Dropout whose mask depends only on the sample, the position and the element."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class DropoutSite:
     sample, so a sample seen again under another id is dropped differently.
 
     Args:
-        probability: chance of an element to be dropped; kept ones are divided by its complement.
-        seed: of the run.
-        layer: index of the layer; -1 for the embedding.
-        name: of the place in it.
+        probability: Probability of dropping an element; kept ones are divided by 1 - probability.
+        seed: Seed of the run.
+        layer: Layer index in the whole model; -1 for the embedding.
+        name: Name of the place in the layer.
     """
 
     def __init__(self, probability: float, *, seed: int, layer: int, name: str) -> None:
@@ -51,17 +51,17 @@ def hidden_index(
     *,
     own: range | None = None,
 ) -> Tensor:
-    """Global index of every element of hidden states.
+    """Return the global index of every element of hidden states.
 
     Args:
-        sample_ids: one per sequence.
-        positions: of this rank's tokens in the sequence.
-        length: sequences are numbered apart by this many positions.
-        hidden_size: elements per position.
-        own: those of them that this rank has; all where None.
+        sample_ids: Number of each sequence's sample.
+        positions: Positions of this rank's tokens in the sequence.
+        length: Number of positions that each sequence takes in the numbering.
+        hidden_size: Number of elements per position.
+        own: Elements of each position that this rank has; all where None.
 
     Shape:
-        sample_ids: [B]; positions: [S]. Returns [B, S, hidden_size], or as many as own.
+        sample_ids: [B]; positions: [S]. Returns [B, S, hidden_size or len(own)].
     """
     tokens = sample_ids[:, None] * length + positions[None, :]
     own = range(hidden_size) if own is None else own

@@ -1,4 +1,4 @@
-"""What every kind of mixer and feed-forward answers for."""
+"""The configuration of a mixer or feed-forward, which knows everything of its kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EntryConfig(ABC):
-    """What a kind of mixer or feed-forward answers for; nothing else knows the kind."""
+    """Base of the configs of mixers and feed-forwards; no other code knows the kinds."""
 
     kind_hint: ClassVar[str] = (
         "A kind of your own comes from a file under `plugins:`, or from a package's entry point "
@@ -34,7 +34,7 @@ class EntryConfig(ABC):
 
         Args:
             stream: The residual stream that the module reads and writes.
-            layer: Global index.
+            layer: Layer index in the whole model.
             shard: This rank's share of the model.
         """
 
@@ -47,43 +47,43 @@ class EntryConfig(ABC):
         """Count the operations of forward and backward for a token; a multiply-add is two."""
 
     def split_sizes(self, tp: int) -> Iterable[tuple[str, int]]:
-        """Give the names and values of the sizes that `tp` ranks must divide."""
+        """Yield names and values of the sizes that `tp` ranks must divide."""
         del tp
         return ()
 
     def expert_sizes(self) -> Iterable[tuple[str, int, str]]:
-        """Give the names and values of sizes that ranks of experts must divide, with the axis."""
+        """Yield names and values of the sizes that expert ranks must divide, with the axis."""
         return ()
 
     @property
     def num_buffers(self) -> int:
-        """How many elements a checkpoint keeps beside the parameters."""
+        """Number of elements that a checkpoint keeps beside the parameters."""
         return 0
 
     @property
     def loss_weights(self) -> Mapping[str, float]:
-        """What the losses that its module returns weigh in the objective, by name.
+        """Weights in the objective of the losses that its module returns, by name.
 
-        With any, the module returns `(output, losses)`: for each name a scalar in fp32 or fp64,
+        A module with losses returns `(output, losses)`: for each name a scalar in fp32 or fp64,
         the sum over the tokens of its own input.
         """
         return {}
 
     @property
     def evaluated(self) -> Self:
-        """The same without what only training has, as a folder of weights describes it."""
+        """The config without settings that only training has, as a folder of weights has it."""
         kind: Any = self
         return replace(kind, dropout=0.0) if "dropout" in hints_of(type(self)) else self
 
     @property
     def drops(self) -> bool:
-        """Whether it drops anything in training, and so needs sample ids."""
+        """Whether it drops anything in training, and needs sample ids for it."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class MixerConfig(EntryConfig):
-    """What mixes tokens. A kind is a dataclass below this one.
+    """A mixer of tokens. Each kind is a dataclass derived from this one.
 
     Its module is called with `(x, shared)`: [B, S, hidden] (S / tp tokens under sequence
     parallelism) and a `ForwardContext`, and returns the same shape, with the losses that
@@ -94,51 +94,51 @@ class MixerConfig(EntryConfig):
 
     @property
     def rotary(self) -> Rotary | None:
-        """What the rotary table that the kind reads is made for, if it reads one."""
+        """The rotary embedding and head size of the table that the mixer reads, if it reads one."""
         return None
 
     @property
     def query_temperature(self) -> TemperatureConfig | None:
-        """What it multiplies queries with by their positions, if it does."""
+        """Factors of queries by their positions, if the mixer has them."""
         return None
 
     @property
     def shared_table(self) -> tuple[str, int, int] | None:
-        """Name, buckets and heads of the table of biases that it shares with others, if any."""
+        """Name, buckets and heads of the bias table that it shares with other layers, if any."""
         return None
 
     @property
     def cache_break(self) -> int | None:
-        """Length of a sequence past which what a cache held before doesn't serve, if there is."""
+        """Length of a sequence past which earlier cached keys no longer serve, if there is one."""
         scaling = None if self.rotary is None else self.rotary.rope.scaling
         return None if scaling is None else scaling.cache_break
 
     @property
     def wide_cache(self) -> Collection[str]:
-        """Names of what is kept in fp32 even of a model in fewer bits, as sums over tokens are."""
+        """Names of the cache tensors that stay in fp32 in any model, such as sums over tokens."""
         return ()
 
     @property
     def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
-        """Names of what is kept by head for each token, each with whose scales its codes have.
+        """Names of the per-head cache tensors of each token, each with its key or value scales.
 
-        That may be kept in low precision, [B, heads, tokens, D]; a state of all tokens may not.
+        They are [B, heads, tokens, D], and may be kept in low precision; states may not.
         """
         return {}
 
     @property
     def token_heads(self) -> int:
-        """Heads of `token_cache` in the whole model."""
+        """Number of heads of `token_cache` in the whole model."""
         return 0
 
     @property
     def hides_padding(self) -> bool:
-        """Whether tokens don't see the padding that a cache holds; a state of them all does."""
+        """Whether cached padding stays invisible to tokens; a recurrent state includes it."""
         return False
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees none that come after it."""
+        """Whether a token sees no later token."""
         return True
 
     @property
@@ -148,11 +148,11 @@ class MixerConfig(EntryConfig):
 
     @property
     def needs_memory(self) -> bool:
-        """Whether it attends to a memory, which an encoder made."""
+        """Whether it attends to the output of an encoder."""
         return False
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
-        """Give the shapes of what one rank keeps of tokens it has seen, by name.
+        """Return the shapes of one rank's cache tensors, by name.
 
         Raises:
             NotImplementedError: The kind can't generate.
@@ -164,10 +164,10 @@ class MixerConfig(EntryConfig):
         """Say why `cp` ranks can't share a sequence this way; None if they can.
 
         Args:
-            algorithm: How attention gets at the others' keys.
-            cp: Ranks that share a sequence.
-            inner: Of them, those that swap tokens for heads in the hierarchical algorithm.
-            tp: Ranks that share the weights.
+            algorithm: Algorithm by which attention reaches the keys of other ranks.
+            cp: Number of ranks that share a sequence.
+            inner: Number of ranks that swap tokens for heads in the hierarchical algorithm.
+            tp: Number of ranks that share the weights.
         """
         del algorithm, inner, tp
         return f"{type(self).__name__} needs whole sequences; use cp=1" if cp > 1 else None
@@ -175,10 +175,10 @@ class MixerConfig(EntryConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardConfig(EntryConfig):
-    """What works on each token alone. A kind is a dataclass below this one.
+    """A function of each token alone. Each kind is a dataclass derived from this one.
 
     Its module is called with `x`, or with `(x, shared)` where it `drops` anything, and returns the
-    same shape, with losses as `loss_weights` says.
+    same shape, with the losses that `loss_weights` names.
     """
 
     default_kind: ClassVar[str] = "mlp"

@@ -1,4 +1,4 @@
-"""What a parameter starts from."""
+"""Initial values of single parameters."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Values drawn evenly from an interval, of which a function may be taken.
+    """Values drawn evenly from an interval, optionally mapped by a function.
 
-    Every rank makes all values of the parameter and keeps its own, as library functions may round
-    an element differently in another place: it is for small parameters.
+    Every rank makes all values of the parameter and keeps its own, since library functions may
+    round an element differently at another index. This is for small parameters.
 
     Attributes:
         low: Smallest value.
         high: Largest value.
-        then: Makes the initial values of those drawn, in fp64.
+        then: Function from the drawn to the initial values, in fp64; None keeps them.
     """
 
     low: float
@@ -31,7 +31,7 @@ class Uniform:
 
     @torch.no_grad()
     def fill_(self, param: nn.Parameter, *, key: int, layout: ParallelLayout, rank: int) -> None:
-        """Give a rank's part of a parameter its values."""
+        """Fill a rank's part of a parameter."""
         shape = global_shape_of(param, layout)
         index = torch.arange(math.prod(shape))
         values = random_uniform(key, index, dtype=torch.float64)
@@ -49,17 +49,17 @@ _ATTRIBUTE = "_mt_initial"
 
 
 def start_from(param: nn.Parameter, initial: Initial) -> None:
-    """Say what a parameter on the meta device starts from; else biases are zeros, others `normal`.
+    """Record how a parameter on the meta device starts; by default biases are zeros, others normal.
 
     Args:
-        param: Of a module under construction.
-        initial: `normal` has the config's `init_std`, `residual`, for what writes to the residual
-            stream, `init_std / sqrt(2 * num_layers)` (Radford et al., 2019), and `embedding`, for
-            tables and the head, its `embedding_std`; or the interval that values are drawn from.
+        param: Parameter of a module under construction.
+        initial: `normal` with the config's `init_std`; `residual`, for projections that write to
+            the residual stream, with `init_std / sqrt(2 * num_layers)` (Radford et al., 2019);
+            `embedding`, for tables and the head, with its `embedding_std`; or a `Uniform`.
     """
     setattr(param, _ATTRIBUTE, initial)
 
 
 def initial_of(name: str, param: nn.Parameter) -> Initial:
-    """Return what a parameter of this name starts from: as `start_from` said, or by its name."""
+    """Return how a parameter starts: as `start_from` recorded, or by its name."""
     return getattr(param, _ATTRIBUTE, "zeros" if name.split(".")[-1] == "bias" else "normal")

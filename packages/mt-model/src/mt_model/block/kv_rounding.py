@@ -1,4 +1,4 @@
-"""Keys and values as a cache in low precision would give them back, in passes that learn."""
+"""Rounding of keys and values in training as a cache in low precision would round them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RoundsKV(Protocol):
     """Attention that rounds its keys and values in passes without a cache.
 
     Attributes:
-        kv_format: Of a cache that gives each token its scales; None rounds nothing.
+        kv_format: Format of a cache with scales for each token; None rounds nothing.
     """
 
     kv_format: KVFormat | None
@@ -35,14 +35,14 @@ class _Rounded(torch.autograd.Function):
 
 
 def rounded(x: Tensor, format: KVFormat | None) -> Tensor:
-    """Return what a cache keeps of keys or values, in a format without static scales.
+    """Round keys or values as a cache in a format without static scales does.
 
-    Gradients pass as they are (the straight-through estimator, Bengio et al. 2013,
+    Gradients pass unchanged (the straight-through estimator, Bengio et al. 2013,
     https://arxiv.org/abs/1308.3432).
 
     Args:
         x: Keys or values.
-        format: None leaves them.
+        format: Format of the cache; None leaves the values.
 
     Shape:
         x: [B, S, heads, D]. Returns the same.
@@ -54,7 +54,7 @@ def check_rounds(layer: int, format: KVFormat, mixer: nn.Module | None) -> None:
     """Refuse to round the keys and values of a layer in passes without a cache.
 
     Raises:
-        QuantizationError: The layer has none, or the format has static scales.
+        QuantizationError: The layer has no keys, or the format has static scales.
     """
     from mt_quant import QuantizationError
 

@@ -15,12 +15,12 @@ class LayerNorm(nn.LayerNorm):
     """torch's LayerNorm, by one of several kernels.
 
     Args:
-        size: Of the last dim.
-        eps: Added to the variance.
+        size: Size of the last dim.
+        eps: Number added to the variance.
         zero_centered: The weight w stands for 1 + w.
-        weight: There is one.
-        bias: There is one, if there is a weight.
-        dtype: Of both.
+        weight: Whether there is a weight.
+        bias: Whether there is a bias beside the weight.
+        dtype: Dtype of weight and bias.
         kernel: A candidate of `mt_fusions.LAYER_NORM`, by name.
 
     Shape:
@@ -46,7 +46,7 @@ class LayerNorm(nn.LayerNorm):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - with a residual only
         self, input: Tensor, residual: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise the last dim; of a sum with a residual, returned too, by mt-fusions."""
+        """Normalise the last dim; with a residual, normalise the sum and return it too."""
         given = self.weight, self.bias, self.eps
         if residual is None:
             kernel = self.selector.find(input)
@@ -55,5 +55,5 @@ class LayerNorm(nn.LayerNorm):
         return mt_fusions.add_layer_norm(input, residual, *given, **how)
 
     def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
-        """Yield what computes this for tensors of the device and dtype of `like`."""
+        """Yield the kernel for tensors with the device and dtype of `like`."""
         yield self.selector.choose(like.new_empty(0, 1))

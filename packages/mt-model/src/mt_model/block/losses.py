@@ -16,15 +16,15 @@ Losses: TypeAlias = dict[str, Tensor]
 def take_losses(
     output: Tensor | tuple[Tensor, Mapping[str, Tensor]], names: Collection[str], *, of: str
 ) -> tuple[Tensor, Losses]:
-    """Take what a mixer or feed-forward returned apart: its output, and its losses.
+    """Split the result of a mixer or feed-forward into its output and its losses.
 
     Args:
-        output: What it returned.
-        names: The losses that its configuration states.
-        of: Whose they are, for messages.
+        output: The result.
+        names: Names of the losses that its config states.
+        of: Name of the module, for messages.
 
     Raises:
-        ValueError: The losses are not those that are stated.
+        ValueError: The losses differ from the stated ones.
         TypeError: A loss is no scalar in fp32 or fp64.
     """
     x, losses = (output, {}) if isinstance(output, Tensor) else output
@@ -55,9 +55,9 @@ def add_losses(first: Losses, second: Losses) -> Losses:
 
 
 def sum_losses(losses: Losses, group: Group) -> Losses:
-    """Sum the losses of ranks that have each their own tokens, in one all-reduce.
+    """Sum losses over ranks that hold different tokens, in one all-reduce.
 
-    The sum is equal on all ranks, and each rank's gradient is that of its own tokens (backward
+    The sum is equal on all ranks, and each rank's gradient covers its own tokens (backward
     identity).
     """
     if not losses or group is None:

@@ -21,12 +21,12 @@ class RMSNorm(nn.Module):
     """RMSNorm, with a weight or without, and no bias.
 
     Args:
-        size: Of the last dim.
-        eps: Added to the mean square.
-        dtype: Of the weight.
+        size: Size of the last dim.
+        eps: Number added to the mean square.
+        dtype: Dtype of the weight.
         zero_centered: The weight w stands for 1 + w, and starts at 0.
         rounds_first: The weight multiplies after the rounding to the dtype of the input.
-        weight: There is one.
+        weight: Whether there is a weight.
         kernel: A candidate of `mt_fusions.RMS_NORM`, by name.
 
     Shape:
@@ -55,11 +55,11 @@ class RMSNorm(nn.Module):
             self.weight = param
 
     def factor(self) -> Tensor | None:
-        """What multiplies the normalised value: the weight, or 1 + w where it is zero-centred."""
+        """Return the factor of the normalised value: the weight, or 1 + w where zero-centred."""
         return self.weight + 1 if self.weight is not None and self.zero_centered else self.weight
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise the last dim; of a sum with a residual, returned too, by mt-fusions."""
+        """Normalise the last dim; with a residual, normalise the sum and return it too."""
         form = {"zero_centered": self.zero_centered, "rounds_first": self.rounds_first}
         if residual is None:
             kernel = self.selector.find(x, self.weight)
@@ -68,7 +68,7 @@ class RMSNorm(nn.Module):
         return mt_fusions.add_rms_norm(x, residual, self.weight, self.eps, **form, kernel=kernel)
 
     def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
-        """Yield what computes this for tensors of the device and dtype of `like`."""
+        """Yield the kernel for tensors with the device and dtype of `like`."""
         yield self.selector.choose(like.new_empty(0, self.size), self.weight)
 
 

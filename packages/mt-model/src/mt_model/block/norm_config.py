@@ -14,13 +14,13 @@ class NormConfig:
 
     Attributes:
         kind: `rms` (weight only) or `layer` (weight and bias).
-        eps: added to the mean square or variance before the inverse root.
-        zero_centered: the weight w multiplies as 1 + w and starts at 0 (Gemma, Qwen3-Next,
+        eps: Number added to the mean square or variance before the inverse root.
+        zero_centered: The weight w multiplies as 1 + w and starts at 0 (Gemma, Qwen3-Next,
             Nemotron).
-        rounds_first: the normalised value is rounded to its dtype before the weight multiplies
+        rounds_first: The normalised value is rounded to its dtype before the weight multiplies
             (Llama, Mistral, Qwen, Phi-3), not after (Gemma, OLMo-2, GPT-OSS). The same in fp32.
-        weight: there is a weight; without one there is no bias either (OLMo).
-        bias: a `layer` norm has a bias (not in Cohere).
+        weight: Whether there is a weight; without one there is no bias either (OLMo).
+        bias: Whether a `layer` norm has a bias (not in Cohere).
     """
 
     kind: Literal["rms", "layer"] = "rms"

@@ -1,4 +1,4 @@
-"""Activations of a layer that are computed again in backward."""
+"""Recomputation of a layer's activations in backward."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ Output = TypeVar("Output", bound=Tensor | tuple[Tensor, Mapping[str, Tensor]])
 def discard_between(
     first: Callable[..., Tensor], second: Callable[[Tensor], Output], *inputs: Tensor
 ) -> Output:
-    """`second(first(*inputs))` that frees the output of `first` and makes it again in backward.
+    """Return `second(first(*inputs))`; free the output of `first` and recompute it in backward.
 
     Args:
-        first: cheap, such as a norm or an activation.
-        second: keeps its input for backward, as a linear layer does; may return losses too.
-        inputs: of `first`.
+        first: Cheap function, such as a norm or an activation.
+        second: Function that keeps its input for backward, such as a linear layer; it may return
+            losses too.
+        inputs: Inputs of `first`.
     """
     return discard_between_all(first, (second,), *inputs)[0]
 
@@ -52,14 +53,14 @@ def recomputed(
     group: Group = None,
     when: bool = True,
 ) -> Output:
-    """`function(*inputs, shared=shared)` that keeps its inputs only, and is run again in backward.
+    """Run `function(*inputs, shared=shared)`; keep only its inputs, and run it again in backward.
 
     Args:
-        function: returns a tensor, or that and losses by name.
-        inputs: all that needs a gradient, but parameters and what is in `shared`.
-        shared: what the layers of the pass share; left out where there is none.
-        group: ranks on which the first input is equal, and which share the keeping of it.
-        when: False runs it as it is.
+        function: Function that returns a tensor, or a tensor and losses by name.
+        inputs: Tensors that need a gradient, except parameters and tensors of `shared`.
+        shared: Context of the pass; left out where there is none.
+        group: Ranks on which the first input is equal; each keeps a share of it.
+        when: False runs the function without recomputation.
     """
 
     def run(*given: Tensor) -> Output:
@@ -88,7 +89,7 @@ def recomputed(
 
 
 class _MadeAgain:
-    """The forward of a module that is run again in backward."""
+    """The recomputed forward of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -106,15 +107,15 @@ class _MadeAgain:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether backward runs a module again for itself."""
+    """Whether backward recomputes a module by itself."""
     return isinstance(module.forward, _MadeAgain)
 
 
 def recompute_modules(layer: nn.Module, patterns: Iterable[str]) -> set[str]:
-    """Have those modules in a layer keep their inputs only that a pattern names.
+    """Make the modules of a layer that a pattern names keep only their inputs.
 
     Returns:
-        The patterns that name one.
+        The patterns that name a module.
     """
     outer: list[str] = []
     used: set[str] = set()

@@ -14,8 +14,8 @@ def replicated_table(rows: int, size: int, shard: ShardContext) -> nn.Embedding:
     """Make a table that every rank has whole, on the meta device.
 
     Args:
-        rows: Its entries.
-        size: Width of each.
+        rows: Number of entries.
+        size: Width of each entry.
         shard: This rank's share of the model.
     """
     table = nn.Embedding(rows, size, dtype=shard.dtype, device="meta")

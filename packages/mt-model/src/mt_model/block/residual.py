@@ -1,4 +1,4 @@
-"""The residual stream between branches, whose last addition a norm may make."""
+"""The residual stream between branches; a norm may make its last addition."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def added(x: Stream) -> Tensor:
 def normed(norm: nn.Module | None, x: Stream) -> tuple[Tensor, Tensor]:
     """Return the norm of a stream, or the stream where there is none, and the stream.
 
-    What is still to be added the norm adds itself, in one kernel.
+    The norm makes a pending addition in the same kernel.
     """
     if isinstance(x, Tensor) or norm is None:
         x = added(x)
@@ -31,11 +31,11 @@ def normed(norm: nn.Module | None, x: Stream) -> tuple[Tensor, Tensor]:
 
 
 def apart(norm: nn.Module | None, *, frees_norm: bool) -> str | None:
-    """Say why an addition is no part of the norm behind it; None where it may be.
+    """Say why an addition is not fused with the following norm; None where it may be.
 
     Args:
-        norm: Reads the sum next, and nothing else does.
-        frees_norm: Backward makes its output again.
+        norm: The norm that alone reads the sum next.
+        frees_norm: Whether backward recomputes the norm's output.
     """
     if norm is None:
         return "no norm is next"

@@ -1,4 +1,4 @@
-"""Where the layers of one stage live."""
+"""This rank's share of a model, as the constructors of its layers need it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class LinearArguments(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardContext:
-    """What every layer's constructor needs to know about this rank.
+    """This rank's share of a model, for the constructor of every layer.
 
     Attributes:
-        group: ranks that share each layer's weights, or None.
-        tp: size of the group.
-        tp_index: this rank's place in it.
-        sequence_parallel: activations between the parallel regions are split over the sequence.
-        seed: of dropout.
-        gemm: computes the linear layers.
-        dtype: of the parameters.
-        device: of the parameters.
-        context: the ranks that share the sequences, and attention there.
-        kernels: what computes each operation.
-        recomputed: what a layer computes again in backward (`RecomputePlan.modules`).
-        experts: the ranks that share experts.
-        offloads: whether its activations wait in the host's memory.
+        group: Ranks that share each layer's weights, or None.
+        tp: Size of the group.
+        tp_index: This rank's place in the group.
+        sequence_parallel: Activations between the parallel regions are split over the sequence.
+        seed: Seed of dropout.
+        gemm: Strategy that computes the linear layers.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+        context: Ranks that share the sequences, and attention over them.
+        kernels: Kernel of each operation.
+        recomputed: Modules that backward recomputes (`RecomputePlan.modules`).
+        experts: Ranks that share experts.
+        offloads: Whether activations wait in the host's memory.
     """
 
     group: dist.ProcessGroup | None
@@ -62,7 +62,7 @@ class ShardContext:
     offloads: bool = False
 
     def linear_arguments(self) -> LinearArguments:
-        """For the constructors of parallel linear layers; they draw nothing (`GPT` does)."""
+        """Return arguments for parallel linear layers, whose weights stay on the meta device."""
         return {
             "group": self.group,
             "sequence_parallel": self.sequence_parallel,
@@ -86,8 +86,8 @@ class ShardContext:
         """Record on the module's parameters that every rank holds them whole.
 
         Args:
-            module: a norm or a position table.
-            partial: each rank's gradient covers only its own heads or tokens.
+            module: A norm or a position table.
+            partial: Each rank's gradient covers only its own heads or tokens.
         """
         for param in module.parameters():
             shard_param(param, PartitionSpec(), partial_grad=("tp",) if partial else ())
@@ -99,18 +99,18 @@ class ShardContext:
             shard_param(param, PartitionSpec(*axes))
 
     def between(self, x: Tensor, *, dim: int) -> Tensor:
-        """This rank's tokens between the parallel regions, of those that its group has.
+        """Return this rank's tokens between the parallel regions.
 
         Args:
-            x: Of all tokens of the group.
-            dim: That of the tokens.
+            x: Tensor over all tokens of the group.
+            dim: Dim of the tokens.
         """
         if not self.sequence_parallel:
             return x
         return x.chunk(self.tp, dim=dim)[self.tp_index]
 
     def enter(self, x: Tensor) -> Tensor:
-        """Bring a module's input to all ranks once, for several layers with `communicate=False`.
+        """Gather a module's input once, for several layers with `communicate=False`.
 
         All-gather along the sequence under sequence parallelism (backward reduce-scatter), else
         nothing (backward all-reduce).

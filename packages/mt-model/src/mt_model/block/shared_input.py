@@ -1,4 +1,4 @@
-"""Which linear layers multiply the same input, and what makes it."""
+"""Linear layers that multiply the same input, and the module before them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ LINEAR = nn.Linear | ColumnParallelLinear
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedInput:
-    """Linear layers that multiply the same input, proportional to the weight of what makes it.
+    """Linear layers that multiply the same input, and the module whose weight scales the input.
 
-    A scale for each feature of the input can so be moved between them, as mt-quant does.
+    A scale for each feature of the input can be moved between them, as mt-quant does.
 
     Attributes:
-        layers: All that multiply the input.
-        source: A norm, or a linear layer.
-        rows: Which output of a linear source makes each feature, by index in the whole weight;
-            None: one after the other.
-        offset: What a norm adds to its weight.
+        layers: All linear layers that multiply the input.
+        source: The norm or linear layer before them.
+        rows: Output of a linear source that makes each feature, by index in the whole weight; None
+            for their order.
+        offset: Number that a norm adds to its weight.
 
     Shape:
         rows: int64 [in].
@@ -37,7 +37,7 @@ class SharedInput:
 
 @runtime_checkable
 class ReadsByLinears(Protocol):
-    """A mixer or feed-forward whose input nothing but linear layers read."""
+    """A mixer or feed-forward whose input only linear layers read."""
 
     def readers(self) -> tuple[nn.Module, ...]:
         """Return the linear layers that multiply the input."""
@@ -49,7 +49,7 @@ class SharesInputs(Protocol):
     """A mixer or feed-forward with inputs inside that are proportional to a weight."""
 
     def shared_inputs(self) -> Iterator[SharedInput]:
-        """Yield them."""
+        """Yield the inputs inside of the module."""
         ...
 
 
@@ -57,8 +57,8 @@ def behind_norm(norm: nn.Module | None, *branches: nn.Module | None) -> Iterator
     """Yield the input that a norm makes for linear layers, if nothing else reads it.
 
     Args:
-        norm: Has a weight, or there is no such input.
-        branches: All that read it: linear layers, or mixers and feed-forwards.
+        norm: The norm; without a weight there is no such input.
+        branches: All readers: linear layers, or mixers and feed-forwards.
     """
     layers: list[nn.Module] = []
     for branch in branches:

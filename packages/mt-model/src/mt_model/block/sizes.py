@@ -1,4 +1,4 @@
-"""The largest sizes of a model, and what is said of sizes that ranks can't share."""
+"""The largest sizes of a model, and the message for sizes that ranks can't share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_LAYERS = 4096  # above the deepest networks published
 
 
 def indivisible(name: str, value: int, tp: int) -> str:
-    """Say that `tp` ranks can't share a size, and the nearest sizes that they can."""
+    """Say that `tp` ranks can't share a size, and name the nearest sizes that they can."""
     sizes = multiples_near(value, tp)
     smaller = max(d for d in divisors(value) if d <= tp)
     return (

@@ -1,4 +1,4 @@
-"""The residual stream of a model, as every block knows it."""
+"""The residual stream of a model, as its blocks know it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from mt_model.block.norm_config import NormConfig
 class StreamConfig:
     """The residual stream that mixers and feed-forwards read and write.
 
-    It is all that a block needs to know of the model around it.
+    A block needs to know nothing else of the model around it.
 
     Attributes:
         hidden_size: Width of the residual stream.
         max_sequence_length: Longest sequence; also the rows of a learned position table.
-        norm: The form of every norm.
+        norm: Form of every norm.
         dropout: Probability of dropping an element of the embedding, mixer or feed-forward output
             in training.
     """
