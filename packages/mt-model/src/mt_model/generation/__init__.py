@@ -1,1 +1,1 @@
-"""Generation from a cache: CUDA graphs, and scales of low-precision caches."""
+"""Generation with a cache: CUDA graphs, and the scales of low-precision caches."""

@@ -16,26 +16,27 @@ _NAME = "a step of decoding"
 
 
 class GraphedDecoding:
-    """A stage's passes of one token after those of a cache, each the replay of one CUDA graph.
+    """A stage's passes of one token with a cache, each the replay of one CUDA graph.
 
-    It is called in place of the stage, as `(x, batch)`, once the cache holds the first tokens.
-    Where the next token goes is a tensor (`KVCache.place`), so one graph serves all; what it
-    returns is overwritten by the next call. On a CPU each pass runs as it is, and what a replay
-    would compute wrong raises `mt_fusions.GraphError`.
+    Call it in place of the stage, as `(x, batch)`, once the cache holds the first tokens. The place
+    of the next token is a tensor (`KVCache.place`), so one graph serves all; the next call
+    overwrites the result. On a CPU each pass runs eagerly, and an operation that a replay would
+    compute wrong raises `mt_fusions.GraphError`.
 
-    ALiBi, whose slopes are made of Python's numbers, and a rope whose angles change with the length
-    run eagerly.
+    ALiBi, whose slopes are Python numbers, and a rope whose angles change with the length run
+    eagerly.
 
     Args:
-        stage: Of a language model.
-        cache: With the tokens so far; passes go through here from now on, one at a time.
-        then: Makes of the stage's output, and of the place of the token behind the pass, what is
-            returned, in the same graph.
-        state: By name, what `then` reads beside.
-        on_eager: Told once why passes run eagerly, where they can't be captured; None raises it.
+        stage: Stage of a language model.
+        cache: Cache with the tokens so far; from now on all passes go through this object.
+        then: Function of the stage's output and the place of the next token that makes the result,
+            in the same graph.
+        state: Tensors that `then` reads, by name.
+        on_eager: Function that is called once with the reason why passes can't be captured; None
+            raises it.
 
     Raises:
-        ValueError: The cache holds no token, or, in a pass, as many as fit.
+        ValueError: The cache holds no token, or is full in a pass.
         GraphError: Without `on_eager`: passes can't be captured.
 
     Example:
@@ -79,15 +80,15 @@ class GraphedDecoding:
 
     @property
     def replays(self) -> int:
-        """Passes that were replayed, or stood in for a replay."""
+        """Number of replayed passes, or of their stand-ins on a CPU."""
         return self._run.replays if isinstance(self._run, Graph) else 0
 
     def __call__(self, x: Tensor | None, batch: Batch) -> Tensor:
         """Run the stage on one token of each row.
 
         Args:
-            x: The activation of the stage before; None on the first.
-            batch: `tokens`, and the cache; the rest may be None.
+            x: The activation of the stage before; None on the first stage.
+            batch: Mapping with `tokens` and the cache; other entries may be None.
         """
         given = sorted(name for name, value in batch.items() if value is not None)
         if given != ["cache", "tokens"] or batch["cache"] is not self._cache:
@@ -124,7 +125,7 @@ def _held(stage: GPT, cache: KVCache) -> Iterator[tuple[str, Tensor]]:
 
 
 def _obstacle(stage: GPT, cache: KVCache) -> str | None:
-    """Say what of the passes would change with the length in Python; None where nothing does."""
+    """Name a Python value of the passes that changes with the length; None where none does."""
     now = cache.length + 1
     last = stage.config.cache_break(cache.length, cache.max_length) or cache.max_length
     for index, layer in enumerate(stage.config.layers):

@@ -19,12 +19,12 @@ def kv_formats(model: GPT, decisions: Mapping[str, Decision]) -> dict[int, KVFor
     """Return the formats that rules give the keys and values of a stage's layers, by index.
 
     Args:
-        model: A stage.
-        decisions: Of the whole model, by the names of modules; those of what keeps no keys and
-            values count for nothing.
+        model: Stage of a model.
+        decisions: Decisions for the whole model by the names of modules; modules without keys and
+            values are ignored.
 
     Raises:
-        QuantizationError: There are such formats, and none is for a layer that keeps any.
+        QuantizationError: There are formats, and none is for a layer that keeps keys and values.
     """
     given = {name: d.kv_cache for name, d in decisions.items() if d.kv_cache is not None}
     keeping = [
@@ -52,19 +52,18 @@ def calibrate_kv_cache(
     by: str = "max",
     percentile: float = 99.99,
 ) -> dict[int, KVScheme]:
-    """Return how a model's layers keep their keys and values, with scales of what they keep here.
+    """Return schemes for a model's keys and values, with scales measured on batches.
 
-    Every rank of a tensor-parallel group calls it, with the same batches; scales are all-reduced
-    (MAX) over it. Give the result to the model: `model.kv_schemes = ...`. Without static scales no
-    batch is read.
+    Every rank of a tensor-parallel group calls it with the same batches; scales are all-reduced
+    (MAX) over the group. Give the result to the model: `model.kv_schemes = ...`. A format without
+    static scales reads no batch.
 
     Args:
-        model: All layers, in evaluation mode.
-        batches: Tokens, [B, S], of equal length in a batch; or, by name, what the model is called
-            with.
-        format: Of all layers, or of some by index.
-        by: How a range is found: see `mt_quant.find_range`.
-        percentile: Of `by="percentile"`.
+        model: Whole model in evaluation mode.
+        batches: Tokens, [B, S], of equal length in a batch; or mappings of the model's arguments.
+        format: Format of all layers, or formats of some layers by index.
+        by: Rule for the range of values: see `mt_quant.find_range`.
+        percentile: Percentile for `by="percentile"`.
 
     Raises:
         QuantizationError: There is no such format, or no layer keeps keys and values.
@@ -117,7 +116,7 @@ def _kept(
 
 
 def _whole(scale: Tensor, layer: int, model: GPT) -> Tensor:
-    """Return the scales of all ranks' heads, of those of this rank's."""
+    """Gather the scales of all ranks' heads from this rank's scales."""
     shard, mixer = model.shard, model.generating()[layer]
     whole = torch.zeros(mixer.token_heads, device=scale.device)
     own_heads(whole, layer, mixer, shard).copy_(scale)

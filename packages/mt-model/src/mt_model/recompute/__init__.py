@@ -1,1 +1,1 @@
-"""Which activations backward computes again, and which wait in the host's memory."""
+"""Recomputation of activations in backward, and offloading to the host's memory."""

@@ -1,4 +1,4 @@
-"""Which activations each layer makes again in backward, and which wait in the host's memory."""
+"""The plan of recomputation and offloading, by layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WORDS = ("layer", "norm", "activation", "attention")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice:
-    """Some layers of a model; all of them where nothing is given, and one field at most.
+    """A choice of layers by at most one field; all layers without one.
 
     Attributes:
-        layers: their indices in the whole model.
-        first: so many, from layer 0 on.
-        every: layers 0, k, 2 k and on.
+        layers: Layer indices in the whole model.
+        first: Number of layers, from layer 0 on.
+        every: Step k of the layers 0, k, 2 k and on.
     """
 
     layers: tuple[int, ...] | None = None
@@ -42,15 +42,15 @@ class LayerChoice:
         checks.done()
 
     def _check(self, checks: Checks) -> None:
-        """Add what is wrong with the fields of a kind."""
+        """Add the problems of the fields that a subclass adds."""
 
     @property
     def has_all(self) -> bool:
-        """Whether it is all layers, however many there are."""
+        """Whether it covers all layers, however many there are."""
         return self.layers is None and self.first is None and self.every in (None, 1)
 
     def has(self, index: int) -> bool:
-        """Tell whether a layer is one of them."""
+        """Return whether the choice includes a layer."""
         if self.layers is not None:
             return index in self.layers
         if self.first is not None:
@@ -60,11 +60,11 @@ class LayerChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeRule(LayerChoice):
-    """What some layers make again.
+    """The modules that some layers recompute.
 
     Attributes:
-        modules: `layer`, which keeps its input only; `norm` and `activation`, whose outputs are
-            freed once the product behind them has read them; `attention`, all between the
+        modules: `layer`, which keeps only its input; `norm` and `activation`, whose outputs are
+            freed once the following product has read them; `attention`, everything between the
             projections; and names of modules in a layer, such as `mixer`, `feed_forward` or
             `mixer.q_*` with `*`, `?` and `[...]` as in file names, which keep their inputs.
     """
@@ -83,7 +83,7 @@ class OffloadConfig(LayerChoice):
     """Activations that wait for backward in the host's memory.
 
     Attributes:
-        min_bytes: smaller tensors stay where they are.
+        min_bytes: Smallest size in bytes of a tensor that is moved.
     """
 
     min_bytes: int = 1 << 20
@@ -94,14 +94,14 @@ class OffloadConfig(LayerChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputePlan:
-    """What backward makes again in which layers, and what is offloaded until then.
+    """The recomputation of each layer in backward, and the offloading of its activations.
 
-    A layer does what all rules that have it say; `layer` leaves nothing for the others to do.
+    A layer follows all rules that include it; `layer` makes the other rules moot.
 
     Attributes:
-        rules: what layers make again.
-        offload: what waits in the host's memory; None for nothing. It does not go with `norm` and
-            `activation` in the same layer, whose outputs are freed instead.
+        rules: Rules of recomputation.
+        offload: Activations that wait in the host's memory; None for none. It does not go with
+            `norm` and `activation` in the same layer, whose outputs are freed instead.
 
     Example:
         >>> plan = RecomputePlan(rules=(RecomputeRule(first=2), RecomputeRule(modules=("norm",))))
@@ -120,7 +120,7 @@ class RecomputePlan:
         """Return the plan that a word stands for, or the plan itself.
 
         Raises:
-            ValueError: the word is not known.
+            ValueError: The word is not known.
         """
         if isinstance(value, RecomputePlan):
             return value
@@ -137,35 +137,35 @@ class RecomputePlan:
 
     @property
     def is_empty(self) -> bool:
-        """Whether everything is kept where it is made."""
+        """Whether nothing is recomputed or offloaded."""
         return not self.rules and self.offload is None
 
     @property
     def has_only_layers(self) -> bool:
-        """Whether all that it says is which layers keep their input only."""
+        """Whether it only chooses layers that keep just their input."""
         return self.offload is None and all(r.modules == ("layer",) for r in self.rules)
 
     @property
     def of_all_layers(self) -> RecomputePlan:
-        """What it says of every layer by words alone, which layers of another model follow too."""
+        """The words of the rules for every layer, which hold for another model's layers too."""
         rules = tuple(r for r in self.rules if r.has_all and set(r.modules) <= set(WORDS))
         offload = self.offload if self.offload is not None and self.offload.has_all else None
         return RecomputePlan(rules=rules, offload=offload)
 
     def modules(self, index: int) -> frozenset[str]:
-        """Return what a layer makes again."""
+        """Return the modules that a layer recomputes."""
         found = {name for rule in self.rules if rule.has(index) for name in rule.modules}
         return frozenset({"layer"} if "layer" in found else found)
 
     def offloads(self, index: int) -> bool:
-        """Tell whether a layer's activations wait in the host's memory."""
+        """Return whether a layer's activations wait in the host's memory."""
         return self.offload is not None and self.offload.has(index)
 
     def check(self, num_layers: int) -> None:
-        """Check that a model of so many layers can follow the plan.
+        """Check that a model with this number of layers can follow the plan.
 
         Raises:
-            FieldError: a layer is not there, or is to do what does not go together.
+            FieldError: A layer is missing, or its rules conflict.
         """
         choices: Iterable[LayerChoice | None] = (*self.rules, self.offload)
         named = {index for choice in choices if choice for index in choice.layers or ()}

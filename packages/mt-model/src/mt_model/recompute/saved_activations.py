@@ -1,4 +1,4 @@
-"""What layers keep between forward and backward: counted, and offloaded to the host's memory."""
+"""Activations between forward and backward: counted, and offloaded to the host's memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mt_model.recompute.plan import RecomputePlan
 class KeptBytes:
     """Bytes of activations that a layer keeps for the backward of one pass.
 
-    Parameters and what all layers share are not counted, and no memory is counted twice.
+    Parameters and shared tensors are not counted, and no memory is counted twice.
 
     Attributes:
-        device: on the device of the layer.
-        host: offloaded.
+        device: Bytes on the device of the layer.
+        host: Offloaded bytes.
     """
 
     device: int = 0
@@ -31,13 +31,13 @@ class KeptBytes:
 
 
 class SavedActivations:
-    """What the layers of one pass through a stage keep, in the order in which they run.
+    """The activations of one pass through a stage, by layer in the order of the pass.
 
     Args:
-        plan: which layers' activations are offloaded.
-        device: of the activations. On CUDA the copies run beside the computation, on a stream of
-            their own: those to the host while the next layer runs, those back one layer ahead.
-        counts: filled by the layer's index; None counts nothing.
+        plan: Plan of the layers whose activations are offloaded.
+        device: Device of the activations. On CUDA the copies run on a stream of their own: to the
+            host while the next layer runs, and back one layer ahead.
+        counts: Mapping to fill by the layer's index; None counts nothing.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class SavedActivations:
 
     @contextmanager
     def of_layer(self, index: int, *, others: Iterable[Tensor]) -> Iterator[None]:
-        """Take care of what is saved for backward inside.
+        """Count and offload the tensors that are saved for backward inside.
 
         Args:
-            index: of the layer.
-            others: tensors that stay as they are and are not counted.
+            index: Layer index in the whole model.
+            others: Tensors that stay in place and are not counted.
         """
         layer = None
         if self._plan.offload is not None and self._plan.offloads(index):
@@ -88,13 +88,13 @@ class SavedActivations:
             self._last = layer
 
     def finish(self) -> None:
-        """Free what the last offloaded layer has copied, once it is copied."""
+        """Free the memory of the last offloaded layer once its copies are done."""
         if self._last is not None:
             self._last.free()
 
 
 class _Block:
-    """One piece of memory, on the host until it is fetched."""
+    """One block of memory, on the host until backward fetches it."""
 
     def __init__(self, source: torch.UntypedStorage, *, pinned: bool) -> None:
         self.device = source.device
@@ -107,7 +107,7 @@ class _Block:
 
 @dataclass
 class _Handle:
-    """What autograd keeps in place of a tensor."""
+    """The handle that autograd keeps in place of a tensor."""
 
     layer: _OffloadedLayer
     block: _Block
@@ -125,10 +125,10 @@ class _OffloadedLayer:
     """The memory that one layer has offloaded.
 
     Attributes:
-        stream: of the copies; None copies at once.
-        before: the offloaded layer that ran before it, whose backward comes next.
-        blocks: what is offloaded, while somebody still needs it.
-        sources: where it came from by address, until it is copied.
+        stream: Stream of the copies; None copies at once.
+        before: The offloaded layer before it in the pass, whose backward comes next.
+        blocks: Offloaded blocks that backward still needs.
+        sources: Source tensors by address, until they are copied.
     """
 
     stream: torch.cuda.Stream | None
@@ -140,11 +140,11 @@ class _OffloadedLayer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it has copied to the host."""
+        """Number of bytes that it has copied to the host."""
         return sum(x.untyped_storage().nbytes() for x, _ in self.sources.values())
 
     def pack(self, x: Tensor) -> _Handle:
-        """Start the copy to the host of all the memory behind a tensor, once."""
+        """Start the copy of a tensor's whole storage to the host, once."""
         storage = x.untyped_storage()
         if storage._cdata not in self.sources:
             if self.stream is None:
@@ -161,14 +161,14 @@ class _OffloadedLayer:
         return _Handle(self, block, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
     def free(self) -> None:
-        """Let the memory on the device be used again, after the copies."""
+        """Release the memory on the device after the copies."""
         if self.copied is not None and self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(self.copied)
             self.copied = None
         self.sources.clear()
 
     def fetch(self) -> None:
-        """Start the copies back."""
+        """Start the copies back to the device."""
         blocks = [block for block in (ref() for ref in self.blocks) if block is not None]
         self.blocks.clear()
         self.sources.clear()
@@ -185,7 +185,7 @@ class _OffloadedLayer:
             self.fetched.record(self.stream)
 
     def unpack(self, handle: _Handle) -> Tensor:
-        """Return a tensor that backward asks for, and start on those of the layer before."""
+        """Return a tensor for backward, and start to fetch the layer before."""
         if handle.block.back is None:
             self.fetch()
         if self.before is not None:

@@ -1,4 +1,4 @@
-"""How a layer turns its heads with the position, as values."""
+"""Rotary embeddings of a layer's heads, as frozen values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class RopeConfig:
     Of the `width` channels that turn, pair `i` turns by `position * theta ** (-2 * i / width)`.
 
     Attributes:
-        theta: base of the angles.
-        fraction: share of a head's channels that turn, its first ones; the others stay.
-        interleaved: a pair is the channels `2 * i` and `2 * i + 1` (GPT-J); else `i` and
+        theta: Base of the angles.
+        fraction: Share of a head's channels that turn, its first ones; the others stay.
+        interleaved: A pair is the channels `2 * i` and `2 * i + 1` (GPT-J); else `i` and
             `i + width / 2` (GPT-NeoX, Llama).
-        scaling: of the angles, for sequences longer than those first trained on; its `type` is
-            `linear`, `dynamic`, `llama3`, `yarn` or `longrope`.
-        sections: MRoPE (Qwen2-VL): how many pairs turn with the first, second and third position
-            of a token (time, height and width). Tokens of text have three equal ones.
-        sections_interleaved: pairs take turns, from the first on, until a section has all its
+        scaling: Scaling of the angles for sequences longer than in the first training; its `type`
+            is `linear`, `dynamic`, `llama3`, `yarn` or `longrope`.
+        sections: MRoPE (Qwen2-VL): number of pairs that turn with the first, second and third
+            position of a token (time, height and width). Tokens of text have three equal positions.
+        sections_interleaved: Pairs take turns, from the first on, until a section has all its
             pairs (Qwen3-VL); else the sections follow each other.
     """
 
@@ -49,7 +49,7 @@ class RopeConfig:
         checks.done()
 
     def _check_interleaved(self) -> dict[str, str]:
-        """Of each three pairs height takes the second and width the third, from the first on."""
+        """Assign every second and third pair of three to height and width, from the first on."""
         time, height, width = self.sections or (0, 0, 0)
         pairs = time + height + width
         if 3 * height <= pairs + 1 and 3 * width <= pairs:
@@ -61,7 +61,7 @@ class RopeConfig:
         return {"sections": text}
 
     def axes(self, head_dim: int) -> tuple[int, ...] | None:
-        """Return which of the three positions turns each pair; None where there is one."""
+        """Return the index of the position that turns each pair; None with a single position."""
         if self.sections is None:
             return None
         if not self.sections_interleaved:
@@ -70,11 +70,11 @@ class RopeConfig:
         return tuple(i % 3 if i < 3 * self.sections[i % 3] else 0 for i in pairs)
 
     def width(self, head_dim: int) -> int:
-        """Return how many channels of a head turn."""
+        """Return the number of channels of a head that turn."""
         return int(head_dim * self.fraction)
 
     def obstacle(self, head_dim: int) -> str | None:
-        """Say why heads of this width can't be turned; None if they can."""
+        """Say why heads of this width can't turn; None if they can."""
         width = self.width(head_dim)
         if width % 2 or not width:
             share = "" if self.fraction == 1 else f", of which rope turns {width},"
@@ -87,18 +87,18 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class Rotary:
-    """What a table of angles is made for; layers with equal ones share it.
+    """The rotary embedding of a table of angles; layers with equal ones share the table.
 
     Attributes:
-        rope: How channels turn.
-        head_dim: Channels of what is turned.
+        rope: Rotary embedding.
+        head_dim: Number of channels of a head.
     """
 
     rope: RopeConfig
     head_dim: int
 
     def angles(self, length: int) -> tuple[float, ...]:
-        """Return the angle of each pair at position 1, in a sequence of so many tokens."""
+        """Return the angle of each pair at position 1, in a sequence of `length` tokens."""
         width, scaling = self.rope.width(self.head_dim), self.rope.scaling
         if scaling is None:
             return plain_angles(self.rope.theta, width)
@@ -106,5 +106,5 @@ class Rotary:
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """Factor of cosines and sines."""
         return 1.0 if self.rope.scaling is None else self.rope.scaling.magnitude

@@ -25,14 +25,14 @@ class RotaryTable(NamedTuple):
     interleaved: bool = False
 
     def to(self, dtype: torch.dtype) -> RotaryTable:
-        """Return it in another dtype."""
+        """Return the table in another dtype."""
         return self._replace(values=self.values.to(dtype))
 
 
 class AngleStore:
-    """The angles of each rotary embedding on its device, the last ones that were asked for.
+    """The latest angles of each rotary embedding, on its device.
 
-    Their copy to a device is made once: in a CUDA graph none can be, as it is of Python's values.
+    They are copied to a device once, since a CUDA graph can't copy Python's values.
     """
 
     def __init__(self) -> None:
@@ -58,14 +58,14 @@ def rotary_table(
     dtype: torch.dtype,
     angles: AngleStore | None = None,
 ) -> RotaryTable:
-    """Cosine and sine of `position * angle`, computed in fp64 and rounded once.
+    """Return cosine and sine of `position * angle`, computed in fp64 and rounded once.
 
     Args:
-        positions: Of the tokens.
-        rotary: What is turned, and how.
-        length: Of the whole sequence, for scalings that depend on it.
-        dtype: Of the table.
-        angles: Keeps what does not change from pass to pass.
+        positions: Positions of the tokens.
+        rotary: Rotary embedding and head size.
+        length: Length of the whole sequence, for scalings that depend on it.
+        dtype: Dtype of the table.
+        angles: Store of the angles, which stay the same from pass to pass.
 
     Shape:
         positions: [S], [B, S] where rows differ, or [3, B, S] for a rope with sections.

@@ -1,4 +1,4 @@
-"""How rotary angles are scaled for sequences longer than those of the first training."""
+"""Scalings of rotary angles for sequences longer than in the first training."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def plain_angles(theta: float, width: int) -> Angles:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling(ABC):
-    """What becomes of the angles. A kind is a dataclass below this one.
+    """A scaling of the angles. Each kind is a dataclass derived from this one.
 
-    The length that a kind may look at is that of the whole sequence with what a cache holds of it,
-    in tokens: the same on every rank, whatever the positions are.
+    A kind may depend on the length of the whole sequence, cached tokens included: the length is the
+    same on every rank, whatever the positions.
     """
 
     @abstractmethod
@@ -32,23 +32,23 @@ class RopeScaling(ABC):
         """Return the angle of each pair at position 1.
 
         Args:
-            theta: Base.
-            width: Channels that turn.
-            length: Of the sequence.
+            theta: Base of the angles.
+            width: Number of channels that turn.
+            length: Length of the sequence in tokens.
         """
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """Factor of cosines and sines."""
         return 1.0
 
     @property
     def cache_break(self) -> int | None:
-        """Length past which keys that were turned in shorter sequences don't serve."""
+        """Length past which keys of shorter sequences no longer serve, or None."""
         return None
 
     def obstacle(self, theta: float, width: int) -> str | None:
-        """Say why it does not go with a base and a number of channels; None if it does."""
+        """Say why the scaling does not fit a base and a number of channels; None if it does."""
         del theta, width
         return None
 
@@ -58,7 +58,7 @@ class LinearScaling(RopeScaling):
     """Position interpolation (Chen et al., 2023): all angles over the factor.
 
     Attributes:
-        factor: 1 or more.
+        factor: Factor of the length, 1 or more.
     """
 
     type_name: ClassVar[str] = "linear"
@@ -72,7 +72,7 @@ class LinearScaling(RopeScaling):
         checks.done()
 
     def angles(self, theta: float, width: int, length: int) -> Angles:
-        """Divide them."""
+        """Return the divided angles."""
         del length
         return tuple(angle / self.factor for angle in plain_angles(theta, width))
 
@@ -85,8 +85,8 @@ class DynamicScaling(RopeScaling):
     With a cache each token is turned by the length of its own pass, and keys stay as they were.
 
     Attributes:
-        factor: 1 or more.
-        original_length: Tokens of the sequences that the model was trained on.
+        factor: Factor of the length, 1 or more.
+        original_length: Length of the sequences in the first training, in tokens.
     """
 
     type_name: ClassVar[str] = "dynamic"
@@ -101,29 +101,29 @@ class DynamicScaling(RopeScaling):
         checks.done()
 
     def angles(self, theta: float, width: int, length: int) -> Angles:
-        """Take them of the larger base."""
+        """Return the angles of the larger base."""
         ratio = max(length, self.original_length) / self.original_length
         grown = self.factor * ratio - (self.factor - 1)
         return plain_angles(theta * grown ** (width / (width - 2)), width)
 
     def obstacle(self, theta: float, width: int) -> str | None:
-        """Refuse a single pair, which has no angle that depends on the base."""
+        """Refuse a single pair, whose angle does not depend on the base."""
         del theta
         return "dynamic scaling needs at least 4 channels that turn" if width < 4 else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(RopeScaling):
-    """Llama 3.1: slow pairs are divided by the factor, fast ones are left, between them a blend.
+    """Llama 3.1: slow pairs are divided by the factor, fast pairs stay, others are blended.
 
-    A pair is slow or fast by the turns that it makes in the original length: below
-    `low_freq_factor`, or above `high_freq_factor`.
+    A pair is slow that makes fewer turns in the original length than `low_freq_factor`, and fast
+    that makes more than `high_freq_factor`.
 
     Attributes:
-        factor: 1 or more.
-        low_freq_factor: Turns below which a pair is divided.
-        high_freq_factor: Turns above which it is left.
-        original_length: Tokens of the sequences that the model was first trained on.
+        factor: Factor of the length, 1 or more.
+        low_freq_factor: Number of turns below which a pair is divided.
+        high_freq_factor: Number of turns above which a pair stays.
+        original_length: Length of the sequences in the first training, in tokens.
     """
 
     type_name: ClassVar[str] = "llama3"
@@ -145,7 +145,7 @@ class Llama3Scaling(RopeScaling):
         checks.done()
 
     def angles(self, theta: float, width: int, length: int) -> Angles:
-        """Blend each by its turns."""
+        """Return the angles, each blended by its turns."""
         del length
         low, high = self.low_freq_factor, self.high_freq_factor
 
@@ -159,20 +159,20 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True, kw_only=True)
 class YarnScaling(RopeScaling):
-    """YaRN (Peng et al., 2023): like Llama 3's blend, by the pair's index, with larger scores.
+    """YaRN (Peng et al., 2023): a blend by the pair's index, with larger scores.
 
     With `mscale` and `mscale_all_dim` the magnitude is `m(mscale) / m(mscale_all_dim)`, else
     `m(1)`, where `m(s) = 0.1 * s * ln(factor) + 1`.
 
     Attributes:
-        factor: 1 or more.
-        original_length: Tokens of the sequences that the model was first trained on.
-        beta_fast: Turns in the original length above which a pair is left.
-        beta_slow: Turns below which it is divided by the factor.
-        mscale: See above.
-        mscale_all_dim: See above. Multi-head latent attention multiplies its scores by the square
-            of its `m` too, `score_factor`; that is for the layer's `scale` to say.
-        attention_factor: The magnitude itself.
+        factor: Factor of the length, 1 or more.
+        original_length: Length of the sequences in the first training, in tokens.
+        beta_fast: Number of turns in the original length above which a pair stays.
+        beta_slow: Number of turns below which a pair is divided by the factor.
+        mscale: Numerator's scale, see above.
+        mscale_all_dim: Denominator's scale, see above. Multi-head latent attention also multiplies
+            its scores by the square of its `m`, `score_factor`, which its `scale` states.
+        attention_factor: The magnitude itself, in place of the formula.
         truncate: The bounds of the blend are whole indices.
     """
 
@@ -200,7 +200,7 @@ class YarnScaling(RopeScaling):
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """Factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -209,14 +209,14 @@ class YarnScaling(RopeScaling):
 
     @property
     def score_factor(self) -> float:
-        """What multi-head latent attention multiplies its scores with beside (DeepSeek-V2)."""
+        """Further factor of the scores of multi-head latent attention (DeepSeek-V2)."""
         return self._m(self.mscale_all_dim or 0.0) ** 2
 
     def _m(self, scale: float) -> float:
         return 0.1 * scale * log(self.factor) + 1.0
 
     def angles(self, theta: float, width: int, length: int) -> Angles:
-        """Blend each by its index."""
+        """Return the angles, each blended by its index."""
         del length
         low, high = (self._index(beta, theta, width) for beta in (self.beta_fast, self.beta_slow))
         if self.truncate:
@@ -231,29 +231,29 @@ class YarnScaling(RopeScaling):
         return tuple(scaled(i, angle) for i, angle in enumerate(plain_angles(theta, width)))
 
     def obstacle(self, theta: float, width: int) -> str | None:
-        """Refuse a base whose pairs all turn alike."""
+        """Refuse a base for which all pairs turn alike."""
         del width
         return None if theta > 1 else f"yarn needs a theta above 1, and it is {theta}"
 
     def _index(self, turns: float, theta: float, width: int) -> float:
-        """Return the index, not whole, of the pair that makes so many turns."""
+        """Return the fractional index of the pair that makes the given number of turns."""
         return width * log(self.original_length / (turns * 2 * pi)) / (2 * log(theta))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongropeScaling(RopeScaling):
-    """LongRoPE (Ding et al., 2024): each pair has a divisor for short sequences and one for long.
+    """LongRoPE (Ding et al., 2024): each pair has one divisor for short and one for long sequences.
 
-    A sequence is long that has more than `original_length` tokens. Keys in a cache are turned by
-    the short ones until then, so a cache that grows past it has to be made anew.
+    A sequence with more than `original_length` tokens is long. Cached keys of a short sequence have
+    the short divisors, so a cache that grows past the limit has to be made anew.
 
     Attributes:
-        short_factor: Divisor of each pair.
-        long_factor: The same, for long sequences.
-        original_length: Tokens of the sequences that the model was first trained on.
-        factor: How much longer the longest sequences are; says the magnitude,
+        short_factor: Divisor of each pair in short sequences.
+        long_factor: Divisor of each pair in long sequences.
+        original_length: Length of the sequences in the first training, in tokens.
+        factor: Ratio of the longest length to the original one, which gives the magnitude
             `sqrt(1 + ln(factor) / ln(original_length))`.
-        attention_factor: The magnitude itself.
+        attention_factor: The magnitude itself, in place of the formula.
     """
 
     type_name: ClassVar[str] = "longrope"
@@ -276,7 +276,7 @@ class LongropeScaling(RopeScaling):
 
     @property
     def magnitude(self) -> float:
-        """What cosines and sines are multiplied with."""
+        """Factor of cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1:
@@ -285,18 +285,18 @@ class LongropeScaling(RopeScaling):
 
     @property
     def cache_break(self) -> int | None:
-        """Length past which keys that were turned in shorter sequences don't serve."""
+        """Length past which keys of shorter sequences no longer serve."""
         return self.original_length
 
     def angles(self, theta: float, width: int, length: int) -> Angles:
-        """Divide each by its own."""
+        """Return the angles, each divided by its own divisor."""
         divisors: Sequence[float] = self.short_factor
         if length > self.original_length:
             divisors = self.long_factor
         return tuple(a / d for a, d in zip(plain_angles(theta, width), divisors, strict=True))
 
     def obstacle(self, theta: float, width: int) -> str | None:
-        """Want a divisor for each pair."""
+        """Check that there is a divisor for each pair."""
         del theta
         for name in ("short_factor", "long_factor"):
             count = len(getattr(self, name))

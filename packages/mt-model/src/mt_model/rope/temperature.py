@@ -1,4 +1,4 @@
-"""A temperature of attention that falls with the position, as a frozen value."""
+"""A temperature of attention by position, as a frozen value."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LONGEST = 1 << 30  # tokens
 
 @dataclass(frozen=True, kw_only=True)
 class TemperatureConfig:
-    """What queries are multiplied with, so that attention stays sharp over long sequences.
+    """Factors of queries by position, which keep attention sharp over long sequences.
 
     The query at position p is multiplied by `1 + strength * ln(1 + floor((p + 1) / interval))`
     (Nakanishi, 2025; Llama 4).
 
     Attributes:
-        strength: how much.
-        interval: tokens in which the factor stays as it is.
+        strength: Coefficient of the logarithm.
+        interval: Number of tokens over which the factor stays the same.
     """
 
     strength: float = 0.1
@@ -39,7 +39,7 @@ class TemperatureConfig:
         """Return the factor of the query at each position, in fp64.
 
         Shape:
-            Returns that of positions.
+            positions: any. Returns the same shape.
         """
         steps = (positions.double() + 1).div(self.interval).floor()
         return 1 + self.strength * steps.log1p()
