@@ -18,19 +18,19 @@ SCALE = "_scale"
 
 @dataclass(kw_only=True)
 class KVCache:
-    """What each layer of a stage keeps of a batch of equal-length sequences.
+    """The tensors that each layer of a stage keeps for a batch of equally long sequences.
 
     `GPT.new_cache` makes one. Its tensors keep their shapes while it fills.
 
     Attributes:
-        layers: tensors by name, by the layer's global index; their shapes are the mixer's
-            (`MixerConfig.cache_shapes`). Cross-attention adds its own in the first pass. Codes
-            have their scales beside them, under the name with `_scale`.
-        max_length: tokens that fit.
-        length: tokens that it holds, padding too; those of the next pass follow them.
-        mask: False at the places of padding, [B, max_length]; None where there is none.
-        place: `length` as a tensor, int64 [], which a CUDA graph reads in its stead, or None.
-        formats: of the codes of layers that keep keys and values in low precision, by index.
+        layers: Tensors by name, by the layer's index in the whole model; the mixer states their
+            shapes (`MixerConfig.cache_shapes`). Cross-attention adds its own in the first pass.
+            The scales of codes have the name of the codes with `_scale`.
+        max_length: Number of tokens that fit.
+        length: Number of tokens held, with padding; the next pass goes on from here.
+        mask: False at the places of padding, [B, max_length]; None without padding.
+        place: `length` as a tensor, int64 [], for CUDA graphs; or None.
+        formats: Formats of the layers that keep keys and values in low precision, by index.
     """
 
     layers: Mapping[int, MutableMapping[str, Tensor]]
@@ -47,7 +47,7 @@ class KVCache:
         return self.place + torch.arange(count, device=device)
 
     def note(self, mask: Tensor | None) -> None:
-        """Note which of the tokens of the next pass are padding.
+        """Record which tokens of the next pass are padding.
 
         Args:
             mask: [B, S], True where a token is; None where all are.
@@ -59,13 +59,13 @@ class KVCache:
         self.mask[:, self.length : self.length + mask.shape[1]] = mask
 
     def write(self, layer: int, name: str, x: Tensor, places: Tensor | None = None) -> None:
-        """Keep what a layer has made of new tokens; in low precision it is rounded here, once.
+        """Store a layer's tensor for new tokens; low precision rounds it here, once.
 
         Args:
-            layer: Its global index.
-            name: Of what is kept.
-            x: By head.
-            places: Of the tokens in the cache; None for what is kept whole, and made anew.
+            layer: Layer index in the whole model.
+            name: Name of the tensor.
+            x: Values by head.
+            places: Places of the tokens in the cache; None replaces the whole tensor.
 
         Shape:
             x: [B, S, heads, D]. places: [S].
@@ -81,13 +81,13 @@ class KVCache:
     def read(
         self, layer: int, name: str, dtype: torch.dtype, places: Tensor | None = None
     ) -> Tensor:
-        """Return what `write` has kept; of codes their values.
+        """Return the values of a stored tensor, decoded from codes in low precision.
 
         Args:
-            layer: Its global index.
-            name: Of what is kept.
-            dtype: Of the values.
-            places: Which; None for all that fit.
+            layer: Layer index in the whole model.
+            name: Name of the tensor.
+            dtype: Dtype of the values.
+            places: Places to read; None for all.
 
         Shape:
             Returns [B, places, heads, D].
@@ -103,7 +103,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept, scales too."""
+        """Number of bytes of all tensors, scales included."""
         return sum(x.nbytes for tensors in self.layers.values() for x in tensors.values())
 
 

@@ -1,4 +1,4 @@
-"""Attention to what a cache holds, for generation."""
+"""Attention to the keys and values of a cache, for generation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from mt_model.attend.seen import seen
 
 @dataclass(frozen=True, kw_only=True)
 class CachedAttend:
-    """Causal attention to what a cache holds, after the new keys and values are put there.
+    """Causal attention to a cache, which first takes in the new keys and values.
 
-    All of the cache's places are looked at, or as many as the layer's window has, and those not yet
-    filled masked, so that no shape depends on how many are.
+    It reads all of the cache's places, or as many as the layer's window has, and masks the empty
+    ones, so that no shape depends on the number of tokens held.
 
     Attributes:
-        cache: Of this stage.
-        places: Of the new tokens in it, [S].
+        cache: Cache of this stage.
+        places: Places of the new tokens in the cache, [S].
     """
 
     cache: KVCache
@@ -69,11 +69,11 @@ class CachedAttend:
         return attention(query, key, value, scores, layer.attending[AUTO])
 
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
-        """Keep what a layer has made of the new tokens.
+        """Store a layer's tensors for the new tokens.
 
         Args:
-            layer: Its global index.
-            new: By name, as the mixer's `token_cache` has them.
+            layer: Layer index in the whole model.
+            new: Tensors by the names of the mixer's `token_cache`.
 
         Shape:
             new: [B, S, heads, D].
@@ -82,7 +82,7 @@ class CachedAttend:
             self.cache.write(layer, name, x, self.places)
 
     def view(self, window: int | None, chunk: int | None = None) -> tuple[Tensor | None, Tensor]:
-        """Return `block` and what of it is `allowed`, made once for like layers."""
+        """Return `block` with its `allowed` mask, made once for equal layers."""
         found = self._views.get((window, chunk))
         if found is None:
             block = self.block(window, chunk)
@@ -93,10 +93,10 @@ class CachedAttend:
         return found
 
     def block(self, window: int | None, chunk: int | None = None) -> Tensor | None:
-        """Places of all that the new tokens may see, in order; None for all of the cache.
+        """Return the places that the new tokens may see, in order; None for all of the cache.
 
-        There are as many wherever the new tokens are. Where padding stands between tokens they are
-        farther apart than their positions say, and no window tells how many places they see.
+        Their number does not depend on the length held. With padding between tokens a window does
+        not bound the number of places, so all are read.
 
         Shape:
             Returns [places].
@@ -109,7 +109,7 @@ class CachedAttend:
         return start + torch.arange(size, device=self.places.device)
 
     def positions(self, block: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Positions of the new tokens and of places: [S] and [T], or [B, ...] with padding.
+        """Return positions of the new tokens and of places: [S] and [T], or [B, ...] with padding.
 
         Args:
             block: The places; None for all.
@@ -125,14 +125,14 @@ class CachedAttend:
     def allowed(
         self, window: int | None, chunk: int | None = None, *, block: Tensor | None = None
     ) -> Tensor:
-        """Which places of the cache each new token sees: [S, T], or [B, 1, S, T] with padding.
+        """Return the mask of places that each new token sees: [S, T], or [B, 1, S, T] with padding.
 
         Padding sees itself, since a softmax over nothing is not a number.
 
         Args:
-            window: Of the layer.
-            chunk: Of the layer.
-            block: The places; None for all.
+            window: Window of the layer.
+            chunk: Chunk of the layer.
+            block: Places of the keys; None for all.
         """
         near, mask = seen(*self.positions(block), window, chunk=chunk), self.cache.mask
         if mask is None:

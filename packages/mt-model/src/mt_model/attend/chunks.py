@@ -1,4 +1,4 @@
-"""Sequences that are cut into chunks, whose tokens see each other only."""
+"""Sequences in chunks whose tokens see only each other."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def chunk_documents(documents: Tensor | None, chunk: int, *, like: Tensor, length: int) -> Tensor:
-    """Return ids that are equal where two tokens are of one document and of one chunk of it.
+    """Return ids that are equal for two tokens of the same chunk of the same document.
 
     Args:
         documents: Ids of packed documents; None where each row is one.
-        chunk: Tokens in each chunk of a document, from its first one on.
-        like: Has the rows and the device.
-        length: Of the whole sequences.
+        chunk: Number of tokens of a chunk, counted from the document's first token.
+        like: Tensor with the rows and the device of the result.
+        length: Length of the whole sequences.
 
     Shape:
         documents: [B, S]; like: [B, ...]. Returns [B, S] of int64.
@@ -26,7 +26,7 @@ def chunk_documents(documents: Tensor | None, chunk: int, *, like: Tensor, lengt
 
 
 def _first_places(documents: Tensor) -> Tensor:
-    """Return for each token the place of the first one of its document in the row.
+    """Return for each token the place of its document's first token in the row.
 
     Shape:
         documents: [B, S]. Returns the same of int64.

@@ -1,4 +1,4 @@
-"""What one forward pass shares, and how layers ask for attention in it."""
+"""The context that the layers of one forward pass share, and the attention in it."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mt_model.rope.temperature import TemperatureConfig
 
 
 class AttendingLayer(Protocol):
-    """What attention needs to know of the layer that asks for it.
+    """A layer that calls attention.
 
     Attributes:
-        index: Of the layer in the whole model.
-        window: Tokens that a query sees, or None.
-        chunk: Tokens of the chunks that don't see each other, or None.
-        scale: Of the scores, or None.
-        softcap: Of the scores, or None.
-        causal: Whether a query sees the tokens up to its own only.
-        algorithm: How attention gets at the keys of the other ranks of a context group.
+        index: Layer index in the whole model.
+        window: Number of tokens that a query sees, or None.
+        chunk: Number of tokens of the chunks that don't see each other, or None.
+        scale: Scale of the scores, or None.
+        softcap: Soft cap of the scores, or None.
+        causal: Whether a query sees only the tokens up to its own.
+        algorithm: Algorithm that reaches the keys of the other ranks of a context group.
         attending: Its choice of a kernel of attention, by the word for it (`attention_selectors`).
     """
 
@@ -42,15 +42,15 @@ class AttendingLayer(Protocol):
     attending: Mapping[str, Selector[Any]]
 
     def sink_logits(self, query: Tensor) -> Tensor | None:
-        """Return a logit per query head of this rank that has no value, or None."""
+        """Return the sink logit of each query head of this rank, or None."""
         ...
 
     def weight_dropout(self, shared: ForwardContext) -> AttentionDropout | None:
-        """Make the dropout of attention weights in a pass."""
+        """Return the dropout of attention weights in a pass, or None."""
         ...
 
     def bias_by_distance(self, shared: ForwardContext, length: int) -> Tensor | None:
-        """Return what is added to scores, for distances below a length, or None.
+        """Return the bias of the scores by distance, for distances below a length, or None.
 
         Shape:
             Returns [heads of this rank, 2 * length - 1].
@@ -59,11 +59,11 @@ class AttendingLayer(Protocol):
 
 
 class Attend(Protocol):
-    """Attention of one pass, as every layer asks for it."""
+    """Attention of one pass, as every layer calls it."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether queries and keys are the same tokens, whole sequences of them on this rank."""
+        """Whether queries and keys are the same tokens, in whole sequences on this rank."""
         ...
 
     @property
@@ -89,23 +89,23 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """What the layers of one forward pass share.
+    """The context that the layers of one forward pass share.
 
     Attributes:
-        attend: who attends to whom, and by what means.
-        tables: rotary tables of this rank's tokens, by the mixers' `rotary`.
-        score_tables: weights of the tables of biases that layers share, by name.
-        temperatures: what queries of this rank's tokens are multiplied with, by the mixers'
+        attend: Attention of the pass: whole sequences, context-parallel or cached.
+        tables: Rotary tables of this rank's tokens, by the mixers' `rotary`.
+        score_tables: Weights of the tables of biases that layers share, by name.
+        temperatures: Factors of the queries of this rank's tokens, by the mixers'
             `query_temperature`.
-        documents: ids of the packed documents of whole sequences, which do not see each other.
-        sample_ids: for the dropout of attention weights; None without dropout.
-        hidden_index: global index of each element of the hidden states; None without dropout.
-        cache: of what this stage's layers keep in generation.
-        memory: what layers with cross-attention attend to.
-        memory_mask: which of it counts, for all tokens of a row or for each of this rank's; None
-            for all.
-        saved: takes care of what layers keep for backward; None leaves it to autograd.
-        plain: layers run as they are, and not through what `Stack.wrap_layers` put around them.
+        documents: Ids of the packed documents of whole sequences, which do not see each other.
+        sample_ids: Counters for the dropout of attention weights; None without dropout.
+        hidden_index: Global index of each element of the hidden states; None without dropout.
+        cache: Cache of this stage in generation.
+        memory: Output of an encoder, for cross-attention.
+        memory_mask: True where the memory counts, for all tokens of a row or for each of this
+            rank's tokens; None for all.
+        saved: Counter and offloader of the activations for backward; None leaves them to autograd.
+        plain: Layers run without the wrapping of `Stack.wrap_layers`.
 
     Shape:
         documents: [B, S]; sample_ids: [B]; memory: [B, M, size]; memory_mask: [B, M], or
@@ -126,29 +126,29 @@ class ForwardContext:
     plain: bool = False
 
     def tensors(self) -> list[Tensor]:
-        """Return what may need a gradient: the tables, and the memory where there is one."""
+        """Return the tensors that may need a gradient: tables, and the memory if there is one."""
         return [*self.score_tables.values(), *([] if self.memory is None else [self.memory])]
 
     def constants(self) -> list[Tensor]:
-        """Return what layers read that none of them makes."""
+        """Return the tensors that layers read and none of them makes."""
         tables = (table.values for table in self.tables.values())
         once = (self.documents, self.hidden_index, self.memory, self.memory_mask)
         found = [*self.score_tables.values(), *tables, *self.temperatures.values()]
         return found + [x for x in once if x is not None]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> ForwardContext:
-        """Return the same with others in place of `tensors`."""
+        """Return a copy with other tensors in place of `tensors`."""
         tables = dict(zip(self.score_tables, tensors, strict=False))
         memory = None if self.memory is None else tensors[-1]
         return replace(self, score_tables=tables, memory=memory)
 
     def documents_of(self, chunk: int | None, *, like: Tensor, length: int) -> Tensor | None:
-        """Return the ids of documents, of which chunks of so many tokens are ones of their own.
+        """Return the ids of documents, split into chunks where the layer has them.
 
         Args:
-            chunk: None leaves the documents whole.
-            like: Has the rows and the device.
-            length: Of the whole sequences.
+            chunk: Number of tokens of a chunk; None leaves the documents whole.
+            like: Tensor with the rows and the device of the result.
+            length: Length of the whole sequences.
 
         Shape:
             Returns [B, S].
@@ -158,11 +158,10 @@ class ForwardContext:
         return chunk_documents(self.documents, chunk, like=like, length=length)
 
     def kept(self, layer: int) -> Mapping[str, Tensor] | None:
-        """What a layer with a state keeps in generation; zeros before the first token.
+        """Return the state of a recurrent layer in generation; zeros before the first token.
 
         Raises:
-            ValueError: There is padding elsewhere than in front of the first tokens, which a state
-                can't leave out.
+            ValueError: There is padding after the first tokens, which a state can't leave out.
         """
         if self.cache is None:
             return None

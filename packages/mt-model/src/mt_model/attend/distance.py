@@ -1,4 +1,4 @@
-"""Biases of attention's scores, by the distance of query and key."""
+"""Biases of attention scores by the distance of query and key."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def bias_by_distance(
     length: int,
     device: torch.device,
 ) -> Tensor:
-    """Return what is added to scores, by distance.
+    """Return the bias of the scores by distance.
 
     Args:
-        bias: The kind.
-        weight: Of its table, with these heads, or None for a kind without one.
-        heads: Of this rank.
-        num_heads: Of the whole model.
-        length: One more than the largest distance.
-        device: Of the result.
+        bias: Kind of bias.
+        weight: Weight of its table for these heads, or None for a kind without a table.
+        heads: Heads of this rank.
+        num_heads: Number of heads of the whole model.
+        length: Largest distance plus one.
+        device: Device of the result.
 
     Shape:
         weight: [buckets, heads]. Returns [heads, 2 * length - 1], where the distance d = query -
@@ -47,7 +47,7 @@ def bias_by_distance(
 def buckets_of(distance: Tensor, bias: RelativeConfig) -> Tensor:
     """Return the bucket of each distance from a query back to a key.
 
-    The logarithm is taken in fp32, as by T5: a bucket is its whole part, and near a bound another
+    The logarithm is in fp32, as in T5: a bucket is its whole part, and near a bound another
     rounding would give another bucket.
     """
     if bias.bidirectional:
@@ -73,7 +73,7 @@ def spread(by_distance: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def spread_in_order(by_distance: Tensor, queries: range, keys: range) -> Tensor:
-    """`spread` of places that follow one another, without an index.
+    """Spread biases over consecutive places, without an index; see `spread`.
 
     Shape:
         by_distance: [H, 2 * length - 1]; queries, keys: S and T places below the length. Returns
@@ -87,7 +87,7 @@ def spread_in_order(by_distance: Tensor, queries: range, keys: range) -> Tensor:
 
 
 def add_in_order(by_distance: Tensor, by_pair: Tensor, queries: range, keys: range) -> None:
-    """Add to each distance all pairs of it: the adjoint of `spread_in_order`, in place.
+    """Add each pair to its distance, in place: the adjoint of `spread_in_order`.
 
     Shape:
         by_distance: [H, 2 * length - 1]; by_pair: [B, H, S, T], of any dtype.
@@ -103,6 +103,6 @@ def add_in_order(by_distance: Tensor, by_pair: Tensor, queries: range, keys: ran
 
 
 def _between(by_distance: Tensor, queries: range, keys: range) -> Tensor:
-    """Return the part with the distances from some queries back to some keys, as a view."""
+    """Return the distances from some queries back to some keys, as a view."""
     least = by_distance.shape[1] // 2 + queries.start - (keys.stop - 1)
     return by_distance[:, least : least + len(queries) + len(keys) - 1]

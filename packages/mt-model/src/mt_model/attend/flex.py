@@ -24,12 +24,12 @@ def flex_attention(
     any pair that counts are not computed.
 
     Args:
-        query: Normed and rotated.
-        key: The same; fewer heads than queries share.
-        value: Of the keys.
-        scores: What is computed; without a bias or dropout.
-        fused: Compile it; each size is compiled once. False makes all scores, on any device; torch
-            has no backward of that on a CPU.
+        query: Queries, normed and rotated.
+        key: Keys, likewise; query heads share them.
+        value: Values of the keys.
+        scores: Scale, mask and sinks; without a bias or dropout.
+        fused: Compile it, once for each size. False makes all scores, on any device; torch has no
+            backward for it on a CPU.
 
     Shape:
         query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].
@@ -51,7 +51,7 @@ def flex_attention(
 
 
 def _sees(scores: Scores) -> Sees | None:
-    """The mask as a function of indices; None where all pairs count."""
+    """Return the mask as a function of indices; None where all pairs count."""
     allowed, documents = scores.allowed, scores.documents
     if allowed is not None:
         while allowed.dim() < 4:

@@ -15,7 +15,7 @@ from mt_model.attend.pairs import Block, Pairs
 
 
 class Form(NamedTuple):
-    """What the operator takes besides tensors; see `matmul_attention`."""
+    """The operator's arguments besides tensors; see `matmul_attention`."""
 
     eps: float
     scale: float
@@ -36,7 +36,7 @@ def _run(
     documents: Tensor | None,
     *how: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the output, and what the gradient reads: heads, turned ones, 1 / rms and weights."""
+    """Return the output, and the tensors for backward: heads, rotated heads, 1 / rms and weights."""
     form = Form(*how)
     batch, length, groups, parts, width = qkv.shape
     # A copy also where the strides need none (one token): the norm below works in place.
@@ -203,7 +203,7 @@ def _by_block(
 
 
 def _head_weights(query: Tensor | None, key: Tensor | None, parts: int) -> Tensor | None:
-    """The norms' weights of the queries and the key of a group, [parts - 1, D]."""
+    """Return the norm weights of a group's queries and key, [parts - 1, D]."""
     if query is None or key is None:
         return None
     return torch.cat((query.expand(parts - 2, len(query)), key[None]))
@@ -223,7 +223,7 @@ def _normalise_(x: Tensor, eps: float) -> Tensor:
 def _normalise_backward_(
     grad: Tensor, normed: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """From the gradient of `normed * weight` to that of the input, in place; returns weights'.
+    """Turn the gradient of `normed * weight` into the input's, in place; return the weight's.
 
     With n = normed and r = rstd: dx = r (g w - n mean(g w n)), and dw sums g n over the tokens.
     """

@@ -1,4 +1,4 @@
-"""Batches whose rows are filled up with padding, on the left or on the right."""
+"""Batches whose rows have padding on the left or on the right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def positions_of(mask: Tensor) -> Tensor:
-    """Count the tokens before each place, so that a row has the positions that it has unpadded.
+    """Count the tokens before each place, so that a padded row keeps its unpadded positions.
 
     Shape:
         mask: [B, S], True where a token is. Returns the same of int64; -1 before the first token.
@@ -18,7 +18,7 @@ def positions_of(mask: Tensor) -> Tensor:
 def padding_as_document(mask: Tensor, documents: Tensor | None) -> Tensor:
     """Make the padding of each row a packed document of its own, which no token sees.
 
-    Its outputs mean nothing, but are finite: padding sees padding.
+    Outputs at padding are meaningless but finite, since padding sees padding.
 
     Shape:
         mask: [B, S], True where a token is; documents: [B, S] or None. Returns [B, S].
@@ -29,7 +29,7 @@ def padding_as_document(mask: Tensor, documents: Tensor | None) -> Tensor:
 
 
 def last_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what belongs to the last token of each row.
+    """Return the features of the last token of each row.
 
     Shape:
         x: [B, S, n]; mask: [B, S], True where a token is, or None. Returns [B, 1, n].

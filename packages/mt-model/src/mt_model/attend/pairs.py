@@ -1,4 +1,4 @@
-"""Which keys a query sees, and blocks of queries that see the same."""
+"""The pairs of queries and keys that count, and blocks of queries with the same keys."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ BLOCK = 128  # queries that have the same keys
 
 
 class Block(NamedTuple):
-    """Queries that have the same keys."""
+    """A block of queries with the same keys."""
 
     queries: range
     keys: range
 
     @property
     def size(self) -> int:
-        """Pairs of a head."""
+        """Number of pairs of a head."""
         return len(self.queries) * len(self.keys)
 
     def of_keys(self, heads: Tensor) -> Tensor:
-        """The rows of its keys: [BG, S, D] -> [BG, keys, D]."""
+        """Return the rows of its keys: [BG, S, D] -> [BG, keys, D]."""
         return heads[:, self.keys.start : self.keys.stop]
 
 
 class Pairs(NamedTuple):
-    """Which keys a query sees.
+    """The keys that a query sees.
 
     Attributes:
-        causal: Those up to its own place.
-        window: Those less than so many places away; None for all.
-        documents: Those of its document; None where all tokens are of one.
+        causal: Only keys up to the query's own place.
+        window: Only keys less than `window` places away; None for all.
+        documents: Only keys of the query's document, by ids; None where there is one document.
 
     Shape:
         documents: [B, S].
@@ -45,7 +45,7 @@ class Pairs(NamedTuple):
     documents: Tensor | None = None
 
     def allowed(self, queries: range, keys: range, device: torch.device) -> Tensor:
-        """True where a query sees a key.
+        """Return a mask, True where a query sees a key.
 
         Shape:
             Returns [queries, keys], or [B, queries, keys] with documents.
@@ -58,7 +58,7 @@ class Pairs(NamedTuple):
         return near & (query[:, :, None] == key[:, None, :])
 
     def hide_(self, scores: Tensor, queries: range, keys: range) -> None:
-        """Set the scores of pairs that do not count to minus infinity.
+        """Set the scores of pairs that do not count to minus infinity, in place.
 
         Shape:
             scores: [B, heads, queries, keys].

@@ -1,4 +1,4 @@
-"""Softmax attention in plain operations: the form the fast ones are tested against."""
+"""Softmax attention in plain operations, the reference of the fast kernels."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def reference_attention(query: Tensor, key: Tensor, value: Tensor, scores: Score
     """Softmax attention in plain operations.
 
     Args:
-        query: Normed and rotated.
-        key: The same; each serves `N // G` consecutive query heads.
-        value: Of the keys.
-        scores: What is computed; without dropout by global index.
+        query: Queries, normed and rotated.
+        key: Keys, likewise; each serves `N // G` consecutive query heads.
+        value: Values of the keys.
+        scores: Scale, mask, bias and sinks; without dropout by global index.
 
     Shape:
         query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].

@@ -1,4 +1,4 @@
-"""What is added to the scores of attention by the distance of query and key, as values."""
+"""Biases of attention scores by distance, as frozen values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MAX_BUCKETS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreBias:
-    """A bias of the scores by head and distance. A kind is a dataclass below this one."""
+    """A bias of the scores by head and distance. Each kind is a dataclass derived from this one."""
 
     @property
     def num_buckets(self) -> int:
-        """Rows of its learned table, which has a number for each head; 0 without one."""
+        """Number of rows of its learned table, with a column for each head; 0 without a table."""
         return 0
 
     @property
     def shared_table(self) -> str | None:
-        """Name of the table that layers have in common; None for one of the layer's own."""
+        """Name of a table that layers share; None for the layer's own."""
         return None
 
 
@@ -35,8 +35,9 @@ class AlibiConfig(ScoreBias):
     def slopes(self, num_heads: int) -> tuple[float, ...]:
         """Return the slope of each head of the whole model.
 
-        For n heads, a power of two, they are `2 ** (-8 * i / n)` for i = 1 to n. For other numbers
-        those of the next smaller power of two come first, then every other one of its double.
+        For n heads, a power of two, the slopes are `2 ** (-8 * i / n)` for i = 1 to n. Other
+        numbers take the slopes of the next smaller power of two, then every other slope of its
+        double.
         """
         power = 1 << int(log2(num_heads))
         first = [2 ** (-8 * i / power) for i in range(1, power + 1)]
@@ -48,16 +49,16 @@ class AlibiConfig(ScoreBias):
 class RelativeConfig(ScoreBias):
     """T5's relative bias (Raffel et al., 2020): a learned number for each head and bucket.
 
-    Of the buckets of a direction the first half are the distances 0, 1, 2 and on; the others grow
-    like powers up to `max_distance`, past which all distances are one.
+    In each direction the first half of the buckets holds the distances 0, 1, 2 and on; the other
+    buckets grow like powers up to `max_distance`, past which all distances share one bucket.
 
     Attributes:
-        buckets: Rows of the table.
-        max_distance: Tokens from which on all distances are in the last bucket.
-        bidirectional: Half of the buckets are for keys after the query; else these are at
+        buckets: Number of rows of the table.
+        max_distance: Distance in tokens from which on the last bucket is used.
+        bidirectional: Half of the buckets serve keys after the query; else such keys count as
             distance 0, which suits causal attention.
-        table: Name of the table: layers that say the same share it (`score_tables.NAME.weight`).
-            None: the layer has its own (`layers.N.mixer.score_table.weight`).
+        table: Name of a table that all layers with this name share (`score_tables.NAME.weight`);
+            None for the layer's own (`layers.N.mixer.score_table.weight`).
     """
 
     type_name: ClassVar[str] = "relative"
@@ -83,20 +84,20 @@ class RelativeConfig(ScoreBias):
 
     @property
     def of_direction(self) -> int:
-        """Buckets of one direction."""
+        """Number of buckets of one direction."""
         return self.buckets // 2 if self.bidirectional else self.buckets
 
     @property
     def exact(self) -> int:
-        """Distances that have a bucket of their own."""
+        """Number of distances with a bucket of their own."""
         return self.of_direction // 2
 
     @property
     def num_buckets(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return self.buckets
 
     @property
     def shared_table(self) -> str | None:
-        """Name of the table that layers have in common."""
+        """Name of the shared table."""
         return self.table

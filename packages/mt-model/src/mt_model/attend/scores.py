@@ -1,4 +1,4 @@
-"""Which scores attention makes of its queries and keys, for every way to compute it."""
+"""The scores of attention: scale, mask, bias, cap, sinks and dropout, for every kernel."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mt_model.attend.seen import seen
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scores:
-    """Which pairs of a query and a key count, and what becomes of their scores.
+    """The pairs of queries and keys that count, and the operations on their scores.
 
     Attributes:
-        scale: what they are multiplied with.
-        causal: a query sees the keys up to its own place.
-        window: a query sees keys less than so many places away; None for all.
-        documents: ids of packed documents that do not see each other.
-        allowed: True where a query sees a key, in place of the three above, and where queries and
-            keys are not the same tokens.
-        bias: added to the scores after a cap: by distance, where queries and keys are the same
+        scale: Factor of the scores.
+        causal: A query sees the keys up to its own place.
+        window: A query sees keys less than `window` places away; None for all.
+        documents: Ids of packed documents that do not see each other.
+        allowed: Mask, True where a query sees a key, in place of the three fields above; needed
+            where queries and keys are different tokens.
+        bias: Bias of the scores after a cap: by distance, where queries and keys are the same
             tokens (`mt_model.attend.distance.bias_by_distance`), else pair by pair.
-        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
-        sinks: a logit per query head that has no value.
-        dropout: of the weights.
-        kept: what weights are multiplied with, in place of `dropout`; 0 for those dropped.
+        softcap: Scores become `softcap * tanh(score / softcap)`; None leaves them.
+        sinks: A logit per query head without a value.
+        dropout: Dropout of the weights.
+        kept: Factors of the weights in place of `dropout`; 0 drops a weight.
 
     Shape:
         documents: [B, S]; bias: [N, 2 * S - 1], or as allowed; allowed: broadcast to [B, N, S, T];
@@ -48,7 +48,7 @@ class Scores:
 
     @property
     def form(self) -> tuple[bool, ...]:
-        """What is there of all this, on which the kernels that may serve depend."""
+        """The features in use, on which the choice of a kernel depends."""
         return (
             self.window is None,
             self.documents is None,
@@ -71,7 +71,7 @@ class Scores:
         return self.window is None and self.documents is None and self.allowed is None
 
     def mask(self, query: Tensor) -> Tensor | None:
-        """True where a query sees a key; None where all do. Broadcasts to [B, N, S, T]."""
+        """Return a mask, True for visible keys; None for all. Broadcasts to [B, N, S, T]."""
         if self.allowed is not None:
             return self.allowed
         places = torch.arange(query.shape[1], device=query.device)
@@ -82,7 +82,7 @@ class Scores:
         return None if self.window is None and not self.causal else allowed
 
     def pairs(self) -> Tensor | None:
-        """The bias of each pair; None for none. Broadcasts to [B, N, S, T]."""
+        """Return the bias of each pair; None for none. Broadcasts to [B, N, S, T]."""
         if self.bias is None or self.allowed is not None:
             return self.bias
         places = range(self.bias.shape[1] // 2 + 1)

@@ -1,4 +1,4 @@
-"""Which keys a query sees by their places."""
+"""The mask of keys that a query sees, by their places."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def seen(
     chunk: int | None = None,
     causal: bool = True,
 ) -> Tensor:
-    """True where a query sees a key.
+    """Return a mask, True where a query sees a key.
 
     Args:
         queries: Places of the queries.
         keys: Places of the keys.
-        window: Keys less than so many places away are seen; None for all.
-        chunk: Keys of the same so many places are seen; None for all.
-        causal: None after the query's own place is.
+        window: A query sees keys less than `window` places away; None for all.
+        chunk: A query sees keys of its own chunk of this many places; None for all.
+        causal: A query sees no key after its own place.
 
     Shape:
         queries: [..., S]; keys: [..., T]. Returns [..., S, T].

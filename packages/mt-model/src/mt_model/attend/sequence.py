@@ -26,23 +26,23 @@ from mt_model.attend.scores import Scores
 class SequenceAttend:
     """Attention within sequences, which the ranks of a context group may share.
 
-    Plain attention of whole sequences is torch's; all else is computed by tiles
-    (`mt_context_parallel`), whose collectives run where there is a group. To make one is
-    collective over the group.
+    Whole sequences use the kernels of `ATTENTION`; split ones are computed by tiles
+    (`mt_context_parallel`), whose collectives run over the group. The constructor is collective
+    over the group.
 
     Args:
         state: This rank's place.
-        algorithm: How attention gets at the others' keys; a list has one for each layer.
-        inner_size: Ranks that swap tokens for heads, for the hierarchical algorithm.
-        layers: Of the whole model.
-        kernel: Computes attention; where ranks share sequences by tiles, fused or plain ones.
-        shared: Ranks of a context group share sequences; False: each has whole ones of its own.
+        algorithm: Algorithm that reaches the keys of other ranks, or a list with one a layer.
+        inner_size: Number of ranks that swap tokens for heads, for the hierarchical algorithm.
+        layers: Number of layers of the whole model.
+        kernel: Kernel of attention; split sequences take fused or plain tiles.
+        shared: Ranks of a context group share sequences; False if each has whole ones of its own.
 
     Attributes:
-        group: The ranks that share a sequence, or None.
-        size: How many they are.
-        algorithms: How attention gets at the others' keys, in each of the model's layers.
-        kernel: The one that computes attention, or `auto`.
+        group: Ranks that share a sequence, or None.
+        size: Number of these ranks.
+        algorithms: Algorithm of each of the model's layers.
+        kernel: Name of the kernel of attention, or `auto`.
 
     Raises:
         ValueError: An unknown algorithm, or an inner size that does not divide cp.
@@ -89,11 +89,11 @@ class SequenceAttend:
             self._levels = HierarchicalGroups(inner=inner, outer=outer)
 
     def algorithm_of(self, layer: int) -> Algorithm:
-        """Of a layer of the model; modules behind the last layer do as it."""
+        """Return the algorithm of a layer; modules behind the last layer use the last one."""
         return self.algorithms[min(layer, len(self.algorithms) - 1)]
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        """Positions of this rank's tokens in sequences of `length`. Returns [length / size]."""
+        """Return positions of this rank's tokens in sequences of `length`: [length / size]."""
         return positions(length, ranks=self.size, rank=group_rank(self.group), device=device)
 
     @property

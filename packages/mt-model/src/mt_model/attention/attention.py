@@ -61,7 +61,7 @@ def _norms(
 
 
 def _selectors(kernels: Kernels) -> tuple[Selector[Any], Selector[Any], Selector[Any]]:
-    """Return those of the rotation, of norms after it, and of attention from the projection on."""
+    """Return selectors of the rotation, of norms after it, and of attention from the projection."""
     named = "matmul" if kernels.attention == "matmul" else AUTO
     rope, norm = Selector(ROPE, kernels.rope), Selector(RMS_NORM, kernels.norm)
     return rope, norm, Selector(PROJECTED_ATTENTION, named)
@@ -71,8 +71,8 @@ class Attention(nn.Module):
     """Fused query/key/value projection, optional norms and rotation, attention, projection back.
 
     Parameters: `qkv.weight` [kv_heads, q_per_kv + 2, head_dim, hidden], split over "tp" in its
-    first dim: in a group the queries come first, then the key, then the value, and an output gate
-    has as many rows as the queries in front of them. With fewer kv_heads
+    first dim: a group has its queries first, then the key, then the value; an output gate has as
+    many rows as the queries, in front of them. With fewer kv_heads
     than ranks it is split in its third, and an all-to-all brings each rank's heads together
     (`exchange_kv_groups`). `out.weight` [hidden, num_heads, head_dim], split in its second. Norm
     weights, [head_dim] or [num_heads * head_dim] and [kv_heads * head_dim], are whole on each rank
@@ -81,9 +81,9 @@ class Attention(nn.Module):
     backward. Other collectives are those of the two linear layers, and of `ForwardContext.attend`.
 
     Args:
-        config: sizes.
-        model: width of input and output, form of the query and key norms.
-        layer: global index.
+        config: Configuration of the attention.
+        stream: The residual stream: width of input and output, form of the norms.
+        layer: Layer index in the whole model.
         shard: This rank's share of the model.
 
     Shape:
@@ -163,7 +163,7 @@ class Attention(nn.Module):
         return self.out(out.unflatten(-1, (-1, self.head_dim)))
 
     def _attend(self, qkv: Tensor, *, table: RotaryTable | None, shared: ForwardContext) -> Tensor:
-        """All between the projections, but the gate."""
+        """Compute everything between the projections, except the gate."""
         if not shared.is_cached and self._projected(qkv, shared).name == "matmul":
             length = qkv.shape[1]
             is_near = self.window is not None and self.window < length
@@ -178,7 +178,7 @@ class Attention(nn.Module):
         return shared.attend(self, query, key, value, shared).flatten(2)
 
     def _projected(self, qkv: Tensor, shared: ForwardContext) -> Candidate[Any]:
-        """Return what attends from the projection on: products of matrices, or heads."""
+        """Return the choice of attention from the projection on: matrix products, or by heads."""
         whole = shared.attend.is_whole
         drops = shared.sample_ids is not None and self.dropout.probability > 0
         rounds = self.kv_format is not None
@@ -188,7 +188,7 @@ class Attention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the queries, keys and values of this rank's heads, and the logits of their gate.
 
-        Norms of whole projections are in them, norms of heads not yet.
+        Norms of whole projections are applied, norms of heads not yet.
 
         Shape:
             Returns [B, S, G, Q + 2, D], and [B, S, G, Q, D] where there is an output gate.
@@ -205,7 +205,7 @@ class Attention(nn.Module):
         return qkv, gate
 
     def _by_rank(self, rows: Tensor) -> Tensor:
-        """Put each rank's gates before its queries, where ranks share a group."""
+        """Move each rank's gates before its queries, where ranks share a group."""
         if not self.output_gate:
             return rows
         heads, kv = rows.split((2 * self.queries, 2), dim=3)
@@ -222,7 +222,7 @@ class Attention(nn.Module):
         return torch.cat((gate, *normed, value), dim=3)
 
     def _own(self, weight: Tensor, rows: Tensor) -> Tensor:
-        """Cut this rank's part from the weight of a whole projection, as the projection is cut."""
+        """Cut this rank's part of a norm's weight, as the projection is cut."""
         whole = weight.view(self.total_kv_heads, -1, self.head_dim)
         dim = 2 if self.exchanges_heads else 0
         size = rows.shape[4] if self.exchanges_heads else rows.shape[2]
@@ -233,7 +233,7 @@ class Attention(nn.Module):
         return (self.qkv,)
 
     def shared_inputs(self) -> Iterator[SharedInput]:
-        """Yield the input of the output projection, averages of values."""
+        """Yield the input of the output projection, which averages values."""
         own = self.queries * (1 + self.output_gate) + 2
         rows = torch.arange(self.total_kv_heads * own * self.head_dim)
         values = rows.view(self.total_kv_heads, own, self.head_dim)[:, -1:]
@@ -241,7 +241,7 @@ class Attention(nn.Module):
         yield SharedInput(layers=(self.out,), source=self.qkv, rows=rows)
 
     def sink_logits(self, query: Tensor) -> Tensor | None:
-        """Return the logit per query head of this rank that has no value; None without.
+        """Return the sink logit of each query head of this rank; None without sinks.
 
         Shape:
             query: [B, S, N, D]. Returns [N].
@@ -251,7 +251,7 @@ class Attention(nn.Module):
         return self.sinks
 
     def weight_dropout(self, shared: ForwardContext) -> AttentionDropout | None:
-        """Make the dropout of attention weights in a pass; None where nothing is dropped."""
+        """Return the dropout of attention weights in a pass; None where nothing is dropped."""
         if shared.sample_ids is None or not self.dropout.probability:
             return None
         return AttentionDropout(
@@ -263,7 +263,7 @@ class Attention(nn.Module):
         )
 
     def bias_by_distance(self, shared: ForwardContext, length: int) -> Tensor | None:
-        """Return what is added to the scores of this rank's heads, by distance; None for nothing.
+        """Return the bias of this rank's scores by distance; None for none.
 
         Shape:
             Returns [heads, 2 * length - 1]; see `mt_model.attend.distance.bias_by_distance`.
@@ -284,7 +284,7 @@ class Attention(nn.Module):
         )
 
     def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
-        """Yield what attends, and what turns queries and keys."""
+        """Yield the kernels of attention and of the rotation."""
         yield attention_choice(self.kernels.attention)
         if self.rotary is not None:
             x = like.new_empty(0, 1, 1, 2)
@@ -324,14 +324,14 @@ class Attention(nn.Module):
         own.copy_(torch.maximum(own, found))
 
     def logit_factors(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
-        """Return what multiplies the weights so that queries and keys are scaled.
+        """Return factors of the weights that scale queries and keys.
 
         Args:
-            query: For the queries of each key head of the whole model.
-            key: For its key.
+            query: Factors for the queries of each key head of the whole model.
+            key: Factors for the keys.
 
         Returns:
-            By the parameter's name in this module, to be multiplied with it.
+            Factors by the parameter's name in this module.
 
         Shape:
             query, key: [num_kv_heads]. The results broadcast with the parameters.
@@ -359,7 +359,7 @@ class Attention(nn.Module):
     def _heads(
         self, qkv: Tensor, table: RotaryTable | None, shared: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, normed and rotated, each [B, S, heads, D]."""
+        """Return queries, keys and values, normed and rotated, each [B, S, heads, D]."""
         query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
         if self.qk_norm == "head" and self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)

@@ -1,4 +1,4 @@
-"""The kinds of mixer and feed-forward that come with the package."""
+"""Softmax attention, as a frozen value."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ class AttentionConfig(MixerConfig):
     """Softmax attention; `num_kv_heads < num_heads` is grouped-query attention.
 
     Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads; each serves `num_heads // num_kv_heads` query heads.
-        head_dim: width of one head; `num_heads * head_dim` need not be the hidden size.
-        rope: how heads turn with the position; None turns none (NoPE).
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; each serves `num_heads // num_kv_heads` query
+            heads.
+        head_dim: Width of one head; `num_heads * head_dim` need not be the hidden size.
+        rope: Rotary embedding of queries and keys; None for none (NoPE).
         qk_norm: RMSNorm of queries and keys: `head`, over each head before the rotation; `whole`,
-            over all heads of a token together, before it too; `l2`, over each head without a
-            weight, after the rotation; or `none`.
-        qkv_bias: bias on the fused query, key and value projection.
-        out_bias: bias on the output projection.
-        output_gate: what attention gives is multiplied by the sigmoid of a gate for each channel
-            of each query head, which the fused projection makes too.
-        causal: a query sees the tokens up to its own; False: all of them.
-        dropout: probability of dropping an attention weight in training.
-        window: a query sees this many tokens, the last of which is itself, and as many on the
+            over all heads of a token together, before the rotation too; `l2`, over each head
+            without a weight, after the rotation; or `none`.
+        qkv_bias: Bias of the fused query, key and value projection.
+        out_bias: Bias of the output projection.
+        output_gate: The output is multiplied by the sigmoid of a gate for each channel of each
+            query head, which the fused projection makes too.
+        causal: A query sees the tokens up to its own; False: all of them.
+        dropout: Probability of dropping an attention weight in training.
+        window: Number of tokens that a query sees, the last of which is itself, and as many on the
             other side where attention is not causal; None for all.
-        chunk: a query sees the tokens of its own chunk only: of so many from the first of its
-            document on, of the next so many, and so on (Llama 4); None for all.
-        temperature: what multiplies queries by their positions, after the rotation; None nothing.
-        sinks: one more logit per query head takes part in the softmax, and has no value:
-            `learned`, or `zero` (softmax off by one); or `none`.
-        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
-        scale: of the scores; `head_dim ** -0.5` where None.
-        score_bias: added to the scores by distance, after a soft cap: `alibi` or `relative` (T5).
+        chunk: Number of tokens of the chunks that a document is cut into; a query sees its own
+            chunk only (Llama 4). None for no chunks.
+        temperature: Factors of queries by position, after the rotation; None for none.
+        sinks: One more logit per query head in the softmax, without a value: `learned`, or `zero`
+            (softmax off by one); or `none`.
+        softcap: Scores become `softcap * tanh(score / softcap)`; None leaves them.
+        scale: Scale of the scores; `head_dim ** -0.5` where None.
+        score_bias: Bias of the scores by distance, after a soft cap: `alibi` or `relative` (T5).
     """
 
     num_heads: int
@@ -94,29 +95,29 @@ class AttentionConfig(MixerConfig):
 
     @property
     def queries_per_group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def rotary(self) -> Rotary | None:
-        """What the rotary table is made for."""
+        """The rotary embedding and head size of the table that it reads."""
         return None if self.rope is None else Rotary(self.rope, self.head_dim)
 
     @property
     def query_temperature(self) -> TemperatureConfig | None:
-        """What multiplies queries by their positions."""
+        """Factors of queries by their positions."""
         return self.temperature
 
     @property
     def shared_table(self) -> tuple[str, int, int] | None:
-        """Name, buckets and heads of the table of biases that it has in common with others."""
+        """Name, buckets and heads of the bias table that it shares with other layers."""
         if self.score_bias is None or self.score_bias.shared_table is None:
             return None
         return self.score_bias.shared_table, self.score_bias.num_buckets, self.num_heads
 
     @property
     def own_buckets(self) -> int:
-        """Rows of the layer's own table of biases."""
+        """Number of rows of the layer's own bias table."""
         if self.score_bias is None or self.score_bias.shared_table is not None:
             return 0
         return self.score_bias.num_buckets
@@ -128,17 +129,17 @@ class AttentionConfig(MixerConfig):
 
     @property
     def is_causal(self) -> bool:
-        """Whether a token sees none that come after it."""
+        """Whether a token sees no later token."""
         return self.causal
 
     @property
     def clipped_heads(self) -> int:
-        """Number of key heads, where no norm undoes what the weights do to the scores."""
+        """Number of key heads, unless a norm makes the scores independent of the weights."""
         return self.num_kv_heads if self.qk_norm == "none" else 0
 
     @property
     def hides_padding(self) -> bool:
-        """Attention masks it."""
+        """Return True: attention masks padding."""
         return True
 
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
@@ -164,21 +165,21 @@ class AttentionConfig(MixerConfig):
         return 6 * hidden_size * rows + 6 * query * seen
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
-        """Give the heads; with fewer key/value heads than ranks, also what is split instead."""
+        """Yield the heads; with fewer key/value heads than ranks, also the size split instead."""
         return split_heads(self.num_heads, self.num_kv_heads, self.head_dim, tp=tp)
 
     @property
     def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
-        """Give keys and values."""
+        """Keys and values."""
         return {"key": "key", "value": "value"}
 
     @property
     def token_heads(self) -> int:
-        """Give the key/value heads."""
+        """Number of key/value heads."""
         return self.num_kv_heads
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
-        """Give those of a rank's keys and values."""
+        """Return the shapes of a rank's keys and values."""
         if not self.causal:
             raise NotImplementedError(
                 "attention that is not causal sees tokens yet to come; it can't generate. Call the "
@@ -208,7 +209,7 @@ def check_groups(checks: Checks, num_heads: int, num_kv_heads: int) -> None:
 def split_heads(
     num_heads: int, num_kv_heads: int, head_dim: int, *, tp: int
 ) -> Iterator[tuple[str, int]]:
-    """Yield the sizes that `tp` ranks have to divide, where heads are shared."""
+    """Yield the sizes that `tp` ranks have to divide to share the heads."""
     yield "num_heads", num_heads
     if tp % num_kv_heads:
         yield "num_kv_heads", num_kv_heads

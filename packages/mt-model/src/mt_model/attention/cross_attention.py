@@ -1,4 +1,4 @@
-"""Attention of a decoder's tokens to a memory, which an encoder made."""
+"""Attention of a decoder's tokens to a memory, the output of an encoder."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 
 class CrossAttention(nn.Module):
-    """Queries of the tokens, keys and values of the pass's memory, attention, projection back.
+    """Projections of tokens to queries and of the memory to keys and values, attention, and back.
 
     Parameters: `query.weight` [num_heads, head_dim, hidden], split over "tp" in its first dim;
     `key_value.weight` [kv_heads, 2, head_dim, memory_size], likewise, or in its third with fewer
     kv_heads than ranks, which then all-gather the keys and values (backward reduce-scatter);
     `out.weight` [hidden, num_heads, head_dim], split in its second. The other collectives are
-    those of the linear layers. The memory is whole on every rank of the model and so is its
-    gradient, but for ranks that share sequences, each of which has a part of the sum.
+    those of the linear layers. Every rank holds the whole memory and its whole gradient, except
+    ranks that share sequences, each of which has a part of the gradient's sum.
 
-    In generation keys and values are made in the first pass of a cache, and its memory is theirs.
+    In generation the first pass of a cache makes keys and values, which the cache keeps.
 
     Args:
-        config: sizes.
-        hidden_size: width of input and output.
-        layer: global index.
+        config: Configuration of the attention.
+        hidden_size: Width of input and output.
+        layer: Layer index in the whole model.
         shard: This rank's share of the model.
 
     Shape:
@@ -84,7 +84,7 @@ class CrossAttention(nn.Module):
         self.context, self.attending = shard.context, Selector(ATTENTION)
 
     def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:
-        """Attend to the memory; a token that sees none of it gets zeros, before the projection."""
+        """Attend to the memory; a token that sees none of it gets zeros before the projection."""
         query = self.query(x)
         key, value, seen = self._memory(shared)
         allowed = nothing = None
@@ -103,7 +103,7 @@ class CrossAttention(nn.Module):
         return self.out(found if nothing is None else found.masked_fill(nothing[..., None], 0))
 
     def _memory(self, shared: ForwardContext) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values of the memory, and which of them count; from the cache if it has them."""
+        """Return keys, values and mask of the memory, from the cache if it has them."""
         cache = shared.cache
         if cache is not None and "key" in cache.layers[self.index] and cache.length:
             return self._kept_memory(cache)
@@ -131,7 +131,7 @@ class CrossAttention(nn.Module):
         return key, value, cache.layers[self.index].get("mask")
 
     def _kept(self, query: Tensor, key: Tensor, shared: ForwardContext) -> Tensor | None:
-        """0 for weights that are dropped, else 1 / (1 - p), as a function of global indices."""
+        """Return 0 for dropped weights, else 1 / (1 - p), as a function of global indices."""
         site, ids = self.dropout, shared.sample_ids
         if ids is None or not site.probability:
             return None

@@ -21,21 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionConfig(MixerConfig):
-    """Softmax attention whose keys and values are made of a memory: what an encoder gave.
+    """Softmax attention to a memory, the output of an encoder.
 
-    The pass brings the memory (`batch["memory"]`, with `batch["memory_mask"]`). A decoder layer of
+    The batch brings the memory (`batch["memory"]`, with `batch["memory_mask"]`). A decoder layer of
     T5 or Bart is two entries of the list: self-attention without a feed-forward, and this with one.
 
     Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads; each serves `num_heads // num_kv_heads` query heads.
-        head_dim: width of one head.
-        memory_size: width of the memory; the hidden size where None.
-        qkv_bias: bias on the projections to queries and to keys and values.
-        out_bias: bias on the output projection.
-        dropout: probability of dropping an attention weight in training.
-        softcap: scores become `softcap * tanh(score / softcap)`; None leaves them.
-        scale: of the scores; `head_dim ** -0.5` where None.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key and value heads; each serves `num_heads // num_kv_heads` query
+            heads.
+        head_dim: Width of one head.
+        memory_size: Width of the memory; the hidden size where None.
+        qkv_bias: Bias of the projections to queries and to keys and values.
+        out_bias: Bias of the output projection.
+        dropout: Probability of dropping an attention weight in training.
+        softcap: Scores become `softcap * tanh(score / softcap)`; None leaves them.
+        scale: Scale of the scores; `head_dim ** -0.5` where None.
     """
 
     num_heads: int
@@ -67,12 +68,12 @@ class CrossAttentionConfig(MixerConfig):
 
     @property
     def hides_padding(self) -> bool:
-        """Attention masks it."""
+        """Return True: attention masks padding."""
         return True
 
     @property
     def needs_memory(self) -> bool:
-        """Keys and values are made of it."""
+        """Return True: keys and values come from the memory."""
         return True
 
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
@@ -95,24 +96,24 @@ class CrossAttentionConfig(MixerConfig):
         return 12 * (hidden_size * query + memory * key + query * sequence_length)
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
-        """Give the heads; with fewer key/value heads than ranks, also what is split instead."""
+        """Yield the heads; with fewer key/value heads than ranks, also the size split instead."""
         return split_heads(self.num_heads, self.num_kv_heads, self.head_dim, tp=tp)
 
     @property
     def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
-        """Give keys and values."""
+        """Keys and values."""
         return {"key": "key", "value": "value"}
 
     @property
     def token_heads(self) -> int:
-        """Give the key/value heads."""
+        """Number of key/value heads."""
         return self.num_kv_heads
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
-        """Give none: keys and values come with the first pass, as long as its memory is."""
+        """Return no shapes: the first pass adds keys and values of its memory's length."""
         del batch_size, max_length, tp
         return {}
 
     def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> None:
-        """Have none: each rank has the whole memory."""
+        """Return None: each rank has the whole memory."""
         del algorithm, cp, inner, tp

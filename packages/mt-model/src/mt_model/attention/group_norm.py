@@ -1,4 +1,4 @@
-"""RMSNorm of vectors that a tensor-parallel group shares."""
+"""RMSNorm of vectors split over a tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 def norm_over_group(
     parts: Sequence[Tensor], weights: Sequence[Tensor], *, group: Group, eps: float
 ) -> list[Tensor]:
-    """Norm tensors, each over all its dims behind the tokens and over the ranks of a group.
+    """Norm tensors over all dims after the tokens and over the ranks of a group.
 
     Each is `x / sqrt(mean(x^2) + eps) * w`, in fp32 (fp64 for fp64) and rounded once. One
     all-reduce of the sums of squares of all parts, forward and backward.
 
     Args:
-        parts: This rank's share of each vector; all ranks have equally much.
-        weights: Of that share.
-        group: The ranks that have the others; None for none.
-        eps: Added to the mean square.
+        parts: This rank's share of each vector; shares have the same size on all ranks.
+        weights: Weights of that share.
+        group: Ranks that hold the shares; None for whole vectors.
+        eps: Number added to the mean square.
 
     Shape:
         parts: [B, S, ...]; weights: broadcast to the dims behind. Returns the shapes of parts.

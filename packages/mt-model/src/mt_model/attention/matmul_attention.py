@@ -84,12 +84,12 @@ def matmul_attention(
     Scores are rounded to the dtype of `qkv`; norms and the softmax are taken in fp32 for bf16.
 
     Args:
-        qkv: fused projections; in a group the queries come first, then key, then value.
-        table: from `rotary_table` for these positions, or None.
-        norm: of queries and keys, or None.
-        scale: of the scores; 1 / sqrt(D) where None.
-        pairs: which keys a query sees; those up to its own place where None.
-        bias: What is added to the scores by distance (`attend.distance.bias_by_distance`), or None.
+        qkv: Fused projections; a group has its queries first, then key, then value.
+        table: Rotary table of these positions, or None.
+        norm: Norms of queries and keys, or None.
+        scale: Scale of the scores; 1 / sqrt(D) where None.
+        pairs: Keys that a query sees; causal where None.
+        bias: Bias of the scores by distance (`attend.distance.bias_by_distance`), or None.
 
     Shape:
         qkv: [B, S, G, Q + 2, D]; bias: [G * Q, 2 * S - 1]. Returns [B, S, G * Q * D].

@@ -19,9 +19,9 @@ class ClippedMixer(Protocol):
     """A mixer whose attention scores can be bounded by scaling its weights.
 
     Attributes:
-        index: Of the layer in the whole model.
-        can_clip: Whether the weights scale the scores; norms of queries and keys undo that.
-        max_logits: The largest scores since they were reset to -inf, or None if nobody asked.
+        index: Layer index in the whole model.
+        can_clip: Whether the weights scale the scores; norms of queries and keys prevent it.
+        max_logits: Largest scores since the last reset to -inf; None if they are not watched.
     """
 
     index: int
@@ -33,7 +33,7 @@ class ClippedMixer(Protocol):
         ...
 
     def logit_factors(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
-        """Return by parameter what scales queries and keys by the given factors."""
+        """Return factors of the parameters that scale queries and keys as given."""
         ...
 
 
@@ -48,19 +48,19 @@ def max_logit(
     causal: bool = True,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Return the largest score of this rank's queries and any key that they see, by key head.
+    """Return the largest score of this rank's queries, by key head.
 
-    Scores are scaled, before a soft cap and before dropout. They are made a block of queries at a
-    time and not kept: one of the two products of attention. Where ranks share a sequence the keys
-    are all-gathered over them; the largest of all queries is then the caller's to find.
+    Scores are scaled, before a soft cap and before dropout. They are computed for a block of
+    queries at a time and not kept, at the cost of one of attention's two products. Where ranks share a
+    sequence the keys are all-gathered; the caller takes the maximum over the ranks' queries.
 
     Args:
-        query: Normed and rotated, as attention has them.
-        key: The same.
-        context: The ranks that share the sequences.
-        scale: Of the scores; 1 / sqrt(D) where None.
-        window: Tokens that a query sees on a side, or None for all.
-        causal: Whether it sees the tokens up to its own only.
+        query: Queries, normed and rotated as in attention.
+        key: Keys, likewise.
+        context: Ranks that share the sequences.
+        scale: Scale of the scores; 1 / sqrt(D) where None.
+        window: Number of tokens that a query sees on a side, or None for all.
+        causal: Whether a query sees only the tokens up to its own.
         documents: Ids of packed documents that do not see each other.
 
     Shape:

@@ -39,18 +39,19 @@ class LatentAttention(nn.Module):
     `query.weight` [num_heads, nope + rope, q_lora_rank]; or `query.weight` [..., hidden] alone.
     `latent.weight` [kv_lora_rank + rope, hidden], `latent_norm.weight` [kv_lora_rank],
     `key_value.weight` [num_heads, nope + v, kv_lora_rank], `out.weight` [hidden, num_heads, v].
-    What is by head is split over "tp" by heads; the rest is whole on every rank, which computes
-    it for all tokens or, under sequence parallelism, for its own, with partial gradients. Then the
-    keys' turning part is all-gathered (backward reduce-scatter), else its gradient all-reduced.
+    Weights with a head dim are split over "tp" by heads; the others are whole on every rank, which
+    applies them to all tokens or, under sequence parallelism, to its own, with partial gradients.
+    The keys' turning part is then all-gathered (backward reduce-scatter), else its gradient is
+    all-reduced.
 
     In generation the cache keeps the normed latent and the turned part. The projections to keys
     and values are applied to queries and outputs instead, so that one key head, the latent itself,
     serves all query heads: the same numbers, without keys and values of every token.
 
     Args:
-        config: sizes.
-        model: width of input and output, the form of the norms.
-        layer: global index.
+        config: Configuration of the attention.
+        stream: The residual stream: width of input and output, form of the norms.
+        layer: Layer index in the whole model.
         shard: This rank's share of the model.
 
     Shape:
@@ -151,7 +152,7 @@ class LatentAttention(nn.Module):
         return self.out(mixed)
 
     def _whole(self, turned: Tensor) -> Tensor:
-        """The keys' turning part of all tokens, for the work of this rank's heads."""
+        """Return the keys' turning part of all tokens, for this rank's heads."""
         if self.sequence_parallel:
             return all_gather(turned, self.group, dim=1)
         return copy_to_group(turned, self.group)
@@ -159,7 +160,7 @@ class LatentAttention(nn.Module):
     def _absorbed(
         self, query: Tensor, turning: Tensor, latent: Tensor, turned: Tensor, attend: CachedAttend
     ) -> Tensor:
-        """Attention to the latents that a cache holds: q (W_k c) = (q W_k) c, and W_v (p c)."""
+        """Attend to a cache's latents: q (W_k c) = (q W_k) c, and W_v (p c)."""
         attend.put(self.index, {"latent": latent, "turned": turned})
         block, allowed = attend.view(self.window)
         latents = attend.cache.read(self.index, "latent", latent.dtype, block)
@@ -173,7 +174,7 @@ class LatentAttention(nn.Module):
         return torch.einsum("bsnr,nvr->bsnv", mixed, to_value)
 
     def _by_head(self) -> Tensor:
-        """The weight of `key_value`; of adapters on it too, by its output for each unit latent."""
+        """Return the weight of `key_value` with adapters, from its output for unit latents."""
         if isinstance(self.key_value, ColumnParallelLinear):
             return self.key_value.weight
         unit = torch.eye(
@@ -182,22 +183,22 @@ class LatentAttention(nn.Module):
         return self.key_value(unit[None])[0].permute(1, 2, 0)
 
     def kernel_choices(self, like: Tensor) -> Iterator[Choice[Any]]:
-        """Yield what attends, and what turns queries and keys."""
+        """Yield the kernels of attention and of the rotation."""
         yield attention_choice(self.kernels.attention)
         if self.rotary is not None:
             x = like.new_empty(0, 1, 1, 2)
             yield self.rope.choose(x, x, None)
 
     def sink_logits(self, query: Tensor) -> None:
-        """Have no sinks."""
+        """Return None: there are no sinks."""
         del query
 
     def bias_by_distance(self, shared: ForwardContext, length: int) -> None:
-        """Have no bias of the scores."""
+        """Return None: scores have no bias."""
         del shared, length
 
     def weight_dropout(self, shared: ForwardContext) -> AttentionDropout | None:
-        """Make the dropout of attention weights in a pass; None where nothing is dropped."""
+        """Return the dropout of attention weights in a pass; None where nothing is dropped."""
         if shared.sample_ids is None or not self.dropout.probability:
             return None
         return AttentionDropout(

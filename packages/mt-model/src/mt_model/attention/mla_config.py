@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 class MLAConfig(MixerConfig):
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values come from a narrow latent.
 
-    A head's query and key have a part that does not turn, and one that does; the key's turning
-    part is the same for all heads. A cache keeps the latent and that part.
+    A head's query and key have a part without and a part with rotation; the key's turning part is
+    the same for all heads. A cache keeps the latent and the turning part.
 
     Attributes:
-        num_heads: heads of queries, keys and values.
-        kv_lora_rank: width of the latent of keys and values.
-        nope_head_dim: channels of a query and key that do not turn.
-        rope_head_dim: channels that turn.
-        v_head_dim: width of a value.
-        q_lora_rank: width of a latent of the queries; None for one projection.
-        rope: how the turning channels turn; None turns none.
-        down_bias: bias on the projections to the latents.
-        out_bias: bias on the output projection.
-        norm_eps: of the norms of the latents; that of the model's norms where None.
-        dropout: probability of dropping an attention weight in training.
-        window: a query sees this many tokens, the last of which is itself; None for all.
-        scale: of the scores; `(nope_head_dim + rope_head_dim) ** -0.5` where None.
+        num_heads: Number of heads of queries, keys and values.
+        kv_lora_rank: Width of the latent of keys and values.
+        nope_head_dim: Number of channels of a query and key without rotation.
+        rope_head_dim: Number of channels with rotation.
+        v_head_dim: Width of a value.
+        q_lora_rank: Width of a latent of the queries; None for a single projection.
+        rope: Rotary embedding of the turning channels; None for none.
+        down_bias: Bias of the projections to the latents.
+        out_bias: Bias of the output projection.
+        norm_eps: Eps of the norms of the latents; the model's norm eps where None.
+        dropout: Probability of dropping an attention weight in training.
+        window: Number of tokens that a query sees, the last of which is itself; None for all.
+        scale: Scale of the scores; `(nope_head_dim + rope_head_dim) ** -0.5` where None.
     """
 
     num_heads: int
@@ -75,12 +75,12 @@ class MLAConfig(MixerConfig):
 
     @property
     def head_dim(self) -> int:
-        """Channels of a query."""
+        """Number of channels of a query."""
         return self.nope_head_dim + self.rope_head_dim
 
     @property
     def rotary(self) -> Rotary | None:
-        """What the rotary table is made for."""
+        """The rotary embedding and head size of the table that it reads."""
         return None if self.rope is None else Rotary(self.rope, self.rope_head_dim)
 
     @property
@@ -90,7 +90,7 @@ class MLAConfig(MixerConfig):
 
     @property
     def hides_padding(self) -> bool:
-        """Attention masks it."""
+        """Return True: attention masks padding."""
         return True
 
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
@@ -100,7 +100,7 @@ class MLAConfig(MixerConfig):
         return LatentAttention(self, stream, layer=layer, shard=shard)
 
     def _matrices(self, hidden_size: int) -> int:
-        """Elements of all weight matrices."""
+        """Count the elements of all weight matrices."""
         query, rank = self.num_heads * self.head_dim, self.q_lora_rank
         total = hidden_size * query if rank is None else rank * (hidden_size + query)
         total += hidden_size * (self.kv_lora_rank + self.rope_head_dim)
@@ -114,28 +114,28 @@ class MLAConfig(MixerConfig):
         return self._matrices(hidden_size) + biases + latents
 
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
-        """Count 6 for each weight, and the products with the keys and values that are seen."""
+        """Count 6 for each weight, and the products with visible keys and values."""
         both = self.num_heads * (self.head_dim + self.v_head_dim)
         seen = twice_seen(self.window, sequence_length)
         return 6 * self._matrices(hidden_size) + 3 * both * seen
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
-        """Give the heads."""
+        """Yield the heads."""
         del tp
         yield "num_heads", self.num_heads
 
     @property
     def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
-        """Give the latent and the turning part, which have the scales of keys."""
+        """The latent and the turning part, which have the scales of keys."""
         return {"latent": "key", "turned": "key"}
 
     @property
     def token_heads(self) -> int:
-        """Give the one that all query heads share."""
+        """Return 1: all query heads share the latent."""
         return 1
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
-        """Give those of the latents and of the turning part of the keys, whole on each rank."""
+        """Return the shapes of the latents and the keys' turning part, whole on each rank."""
         del tp
         sizes = {"latent": self.kv_lora_rank, "turned": self.rope_head_dim}
         return {name: (batch_size, 1, max_length, size) for name, size in sizes.items()}

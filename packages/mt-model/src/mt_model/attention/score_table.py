@@ -1,4 +1,4 @@
-"""Learned tables of what is added to the scores of attention."""
+"""Learned tables of attention score biases."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class ScoreTable(nn.Module):
     Parameters: `weight` [buckets, num_heads], split over "tp" in its second dim.
 
     Args:
-        buckets: Rows.
-        num_heads: Of the whole model.
+        buckets: Number of rows.
+        num_heads: Number of heads of the whole model.
         shard: This rank's share of the model.
 
     Shape:
@@ -31,5 +31,5 @@ class ScoreTable(nn.Module):
         self.weight = shard_param(nn.Parameter(empty), spec)
 
     def forward(self) -> Tensor:
-        """Return a copy: what shards parameters may let this one go after its module's forward."""
+        """Return a copy, since sharded data parallelism may free the weight after forward."""
         return self.weight.clone()
