@@ -36,7 +36,7 @@ def _run(
     documents: Tensor | None,
     *how: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the output, and the tensors for backward: heads, rotated heads, 1 / rms and weights."""
+    """Return the output, and for backward the heads, rotated heads, 1 / rms and weights."""
     form = Form(*how)
     batch, length, groups, parts, width = qkv.shape
     # A copy also where the strides need none (one token): the norm below works in place.

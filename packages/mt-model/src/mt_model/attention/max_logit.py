@@ -51,8 +51,8 @@ def max_logit(
     """Return the largest score of this rank's queries, by key head.
 
     Scores are scaled, before a soft cap and before dropout. They are computed for a block of
-    queries at a time and not kept, at the cost of one of attention's two products. Where ranks share a
-    sequence the keys are all-gathered; the caller takes the maximum over the ranks' queries.
+    queries at a time and not kept, at the cost of one of attention's two products. Where ranks
+    share a sequence the keys are all-gathered; the caller takes the maximum over their queries.
 
     Args:
         query: Queries, normed and rotated as in attention.

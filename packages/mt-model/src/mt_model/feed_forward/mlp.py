@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class MLP(nn.Module):
     """Plain `down(act(up x))`, or gated with `up.weight` [2, ffn, hidden]: gate first, then up.
 
-    The width `ffn` is split over "tp" in both weights; collectives are those of the linear layers.
+    The width `ffn` is split over "tp" in both weights; the linear layers state the collectives.
 
     Args:
         config: sizes and activation.

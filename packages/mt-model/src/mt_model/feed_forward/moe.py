@@ -1,4 +1,4 @@
-"""The feed-forward of a layer that is a mixture of experts."""
+"""A mixture of experts as the feed-forward of a layer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class MoE(MoELayer):
 
     Parameters: `router.weight` [E, hidden], whole on every rank; `experts.up.weight`
     [E, 2, ffn, hidden] and `experts.down.weight` [E, hidden, ffn], dealt over "ep" and split over
-    "etp"; `shared.*` as of an MLP. Collectives are those of the dispatcher.
+    "etp"; `shared.*` as in an MLP. The dispatcher states the collectives.
 
     Args:
         config: sizes, router and experts.

@@ -1,4 +1,4 @@
-"""The kind of feed-forward that is a mixture of experts."""
+"""A mixture of experts, as a frozen value."""
 
 from __future__ import annotations
 
@@ -31,44 +31,43 @@ class MoEConfig(FeedForwardConfig):
     """A router that sends each token to some of many feed-forwards (Fedus et al., 2022).
 
     Attributes:
-        num_experts: feed-forwards to choose from.
-        top_k: how many of them serve a token.
-        ffn_size: width of each; only `gpt` fills it in where None.
-        activation: of the experts, as of an MLP.
-        gated: experts multiply the activation by a second projection.
-        bias: experts have biases on both projections.
-        clamp: gated only: cuts what is multiplied (GPT-OSS: 7).
-        up_offset: gated only: is added to what the activation is multiplied by (GPT-OSS: 1).
-        score: what becomes of the router's logits: `softmax` of all (Mixtral, Qwen),
+        num_experts: Number of experts.
+        top_k: Number of experts that serve a token.
+        ffn_size: Width of each expert; `gpt` fills it in where None.
+        activation: Activation of the experts, as in an MLP.
+        gated: Experts multiply the activation by a second projection.
+        bias: Biases of both projections of the experts.
+        clamp: Gated only: bound of the gate and of the other factor (GPT-OSS: 7).
+        up_offset: Gated only: number added to the factor of the activation (GPT-OSS: 1).
+        score: Function of the router's logits: `softmax` of all (Mixtral, Qwen),
             `softmax_of_chosen` (GPT-OSS), `sigmoid` (DeepSeek-V3) or `sqrtsoftplus`.
-        normalize: divide the weights of the chosen by their sum.
-        scale: of the weights, after that.
-        score_dtype: of logits and scores; those of a wider model are as wide as it.
-        num_groups: the experts lie in as many groups of neighbours, and a token
-        top_groups: uses the experts of so many groups at most, the highest ones;
-        group_top: a group is as high as its so many highest scores together; `top_k // top_groups`
-            where None.
-        sinkhorn: iterations of a Sinkhorn normalisation that decides the choice in training.
-        jitter: in training the router's input is multiplied by 1 plus or minus up to this.
-        router_bias: a trained bias of the logits (GPT-OSS).
-        bias_rate: of a bias that decides the choice only and is set after each step; 0 has none.
-        bias_kind: `sign`: it rises for experts with less than the mean load and falls for others
-            (DeepSeek-V3, with a rate of 0.001); `quantile`: it moves to where each expert has its
-            fair share.
-        aux_loss: weight of the loss `aux`, which keeps the load even over a micro-batch.
-        sequence_aux_loss: of `sequence_aux`, over each sequence.
-        global_aux_loss: of `global_aux`, over the micro-batches of a step so far.
-        router_z_loss: of `router_z`, the squared log-sum-exp of the router's logits.
-        capacity_factor: an expert takes at most this many times its fair share of a micro-batch's
-            tokens in training; None drops none.
-        drop: which tokens a full expert leaves: those with the least `probability`, or those that
-            come last by `position`.
-        shared_size: width of a further expert that serves every token; 0 has none.
-        shared_gate: a sigmoid of the token scales that one (Qwen2-MoE).
-        scale_input: the weight of a choice multiplies what its expert is given, and not what it
-            gives (Llama 4).
-        latent_size: tokens are projected to this width before the experts, and back after.
-        dispatcher: how tokens travel to ranks with their experts: `auto`, `all_to_all`,
+        normalize: Divide the weights of the chosen experts by their sum.
+        scale: Factor of the weights, after the division.
+        score_dtype: Dtype of logits and scores; a wider model uses its own.
+        num_groups: Number of groups of neighbouring experts.
+        top_groups: Largest number of groups that a token uses, the highest ones.
+        group_top: Number of highest scores whose sum ranks a group; `top_k // top_groups` where
+            None.
+        sinkhorn: Iterations of a Sinkhorn normalisation that decides the choice in training.
+        jitter: Largest relative change of the router's input in training.
+        router_bias: Trained bias of the logits (GPT-OSS).
+        bias_rate: Rate of a bias that decides only the choice and is updated after each step; 0
+            for no bias.
+        bias_kind: `sign`: the bias rises for experts with less than the mean load and falls for
+            others (DeepSeek-V3, with a rate of 0.001); `quantile`: it moves to where each expert
+            has its fair share.
+        aux_loss: Weight of the loss `aux`, which keeps the load even over a micro-batch.
+        sequence_aux_loss: Weight of `sequence_aux`, over each sequence.
+        global_aux_loss: Weight of `global_aux`, over the micro-batches of a step so far.
+        router_z_loss: Weight of `router_z`, the squared log-sum-exp of the router's logits.
+        capacity_factor: Largest load of an expert in training, in fair shares of a micro-batch's
+            tokens; None drops none.
+        drop: Order in which a full expert drops tokens: least `probability`, or last `position`.
+        shared_size: Width of a further expert that serves every token; 0 for none.
+        shared_gate: A sigmoid of the token scales the shared expert (Qwen2-MoE).
+        scale_input: The weight of a choice multiplies its expert's input, not the output (Llama 4).
+        latent_size: Width that tokens are projected to before the experts, and back from after.
+        dispatcher: Exchange of tokens between ranks of experts: `auto`, `all_to_all`,
             `all_gather`, `deepep` (the package DeepEP, in bf16 on NVIDIA Hopper), or `local` on
             one rank.
     """
@@ -153,7 +152,7 @@ class MoEConfig(FeedForwardConfig):
 
     @property
     def loss_weights(self) -> Mapping[str, float]:
-        """Those of the losses that keep the load even, and the logits small."""
+        """Weights of the losses that keep the load even and the logits small."""
         weights = {
             "aux": self.aux_loss,
             "sequence_aux": self.sequence_aux_loss,

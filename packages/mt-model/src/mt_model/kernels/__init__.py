@@ -1,1 +1,1 @@
-"""Which kernel computes each operation, and the operations that are one kernel."""
+"""The choice of a kernel for each operation, and single-kernel operations."""

@@ -1,4 +1,4 @@
-"""What a stage will keep for backward, before it is run."""
+"""The activations that a stage will keep for backward, measured before it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the modules of a stage keep for backward, counted without memory or time."""
+"""The activations of a stage by module, counted without memory or time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from mt_model.recompute.saved_activations import KeptBytes
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Let tensors that are made inside be as on a CPU but have no memory (torch's fake tensors).
+    """Make tensors inside without memory, with the kernels of a CPU (torch's fake tensors).
 
-    Stages that are built and run inside choose the kernels of a CPU and compute shapes alone, so
-    that a model of any size is there in a moment. With a process group of torch's `fake` backend
-    it is one rank's part of any layout.
+    Stages built inside compute only shapes, so that a model of any size is built at once. With a
+    process group of torch's `fake` backend a stage is one rank's part of any layout.
 
     Raises:
-        ValueError: What runs inside asks for a number that it does not have. Whether something is
-            the case (`if tensor:`, such as a row that is not finite) is answered with no.
+        ValueError: Code inside reads a number from a tensor. A truth value (`if tensor:`, such as a
+            check for values that are not finite) reads as False.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -68,9 +67,9 @@ def kept_by_module(
     are not counted. An offloaded layer is one entry.
 
     Args:
-        stage: Of real tensors, or made under `without_data`.
-        batch: As the stage is called with.
-        x: What the stage before hands to it; None on the first one.
+        stage: Stage of real tensors, or built under `without_data`.
+        batch: Batch of the stage.
+        x: Activation of the stage before; None on the first stage.
 
     Returns:
         By the name of the module in the stage, in the order in which they save.

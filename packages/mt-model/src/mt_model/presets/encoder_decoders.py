@@ -1,4 +1,4 @@
-"""Layers of an encoder and a decoder, from what their attention and feed-forward are."""
+"""Layers of an encoder and a decoder, from their attention and feed-forward."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def encoder_decoder_layers(
     the decoder's self-attention one of its own, `decoder`.
 
     Args:
-        attention: Of each layer; `causal` is of no account.
-        mlp: The feed-forward of each layer.
-        encoder: Layers of the encoder.
-        decoder: Layers of the decoder.
+        attention: Attention of each layer; its `causal` is ignored.
+        mlp: Feed-forward of each layer.
+        encoder: Number of layers of the encoder.
+        decoder: Number of layers of the decoder.
     """
     both, own = (
         replace(attention, causal=is_causal, score_bias=_bias(attention, is_causal=is_causal))

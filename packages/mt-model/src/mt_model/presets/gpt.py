@@ -1,4 +1,4 @@
-"""A language model from sizes and fields that are said once for all layers."""
+"""A language model from sizes and fields, each given once for all layers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def model_of(given: _Plain) -> ModelConfig:
 
 
 class _Layers:
-    """The layers of a model as `ModelConfig` takes them, with what is said once in each of them."""
+    """The layers of a model as `ModelConfig` takes them, with the common fields in each."""
 
     def __init__(self, said: _Plain) -> None:
         self._said = said
@@ -154,7 +154,7 @@ class _Layers:
             yield {**layer, "repeat": said["num_layers"]}
 
     def _entry(self, given: Any, *, is_listed: bool) -> Any:
-        """Return one layer with what is said for all."""
+        """Return one layer with the common fields."""
         if not isinstance(given, Mapping):
             return given  # a LayerConfig, or what the binder refuses
         layer: dict[str, Any] = {**_part(self._said, _LAYER), **given}
@@ -237,7 +237,7 @@ def _is_null(value: object) -> bool:
 
 
 def _integer(value: Any) -> int | None:
-    """Return a whole number, which YAML has as text; None for what is none."""
+    """Return a whole number, which YAML gives as text; None for anything else."""
     try:
         return None if isinstance(value, bool | float) else int(value)
     except (TypeError, ValueError):
@@ -253,7 +253,7 @@ def _hint(problem: FieldProblem, path: str) -> str:
 
 
 def _path(path: str, said: _Plain) -> str:
-    """Return where the value of a path of `ModelConfig` was said."""
+    """Return the argument that gave the value at a path of `ModelConfig`."""
     if path.startswith("norm."):
         short = next(name for name, field in _NORM.items() if field == path.removeprefix("norm."))
         return path if isinstance(said.get("norm"), Mapping) else short

@@ -50,25 +50,25 @@ def vit(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform enco
     """Build an encoder of images whose layers are equal, from its sizes.
 
     Args:
-        image_size: Of the images, in pixels; height and width, where they differ.
-        patch_size: Likewise.
+        image_size: Size of the images in pixels, or height and width.
+        patch_size: Size of a patch in pixels, or height and width.
         hidden_size: Width of the residual stream.
-        num_layers: Layers.
-        num_heads: Heads of each layer, and of an attention pooling.
+        num_layers: Number of layers.
+        num_heads: Number of heads of each layer, and of an attention pooling.
         ffn_size: Width of each feed-forward; four times `hidden_size` where None.
-        activation: Of each feed-forward.
-        norm_eps: Of the norms, which are LayerNorms.
-        num_channels: As of `VisionConfig`.
-        patch_bias: Likewise.
-        class_token: Likewise.
-        embedding_norm: Likewise.
-        final_norm: Likewise.
-        pooling: Likewise; a word is that kind as it usually is.
-        num_classes: Likewise.
-        projection_size: Likewise.
-        dropout: Likewise.
-        attention_dropout: Of the weights of attention.
-        init_std: As of `VisionConfig`.
+        activation: Activation of each feed-forward.
+        norm_eps: Eps of the LayerNorms.
+        num_channels: See `VisionConfig`, as for all that follow.
+        patch_bias: Bias of the patch embedding.
+        class_token: Learned token in front of the patches.
+        embedding_norm: Norm in front of the first layer.
+        final_norm: Norm behind the last layer.
+        pooling: Pooling, or the word of a kind with its usual settings.
+        num_classes: Number of classes.
+        projection_size: Width of the projection.
+        dropout: Dropout of embedding, attention and feed-forward outputs.
+        attention_dropout: Dropout of attention weights.
+        init_std: Standard deviation of the initial weights.
 
     Raises:
         FieldError: Sizes do not fit.

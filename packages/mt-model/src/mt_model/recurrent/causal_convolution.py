@@ -142,7 +142,7 @@ SILU_CONVOLUTION: Registry[Callable[..., Tensor]] = Registry(
 def with_tail(x: Tensor, before: Tensor | None, taps: int) -> Tensor:
     """Put the last `taps - 1` tokens before the first in front; zeros if None.
 
-    What is after the first S of the result are the last `taps - 1` tokens then.
+    The result's last `taps - 1` tokens are then the ones to keep for the next call.
 
     Shape:
         x: [B, S, C]; before: [B, taps - 1, C]. Returns [B, taps - 1 + S, C].
@@ -151,7 +151,7 @@ def with_tail(x: Tensor, before: Tensor | None, taps: int) -> Tensor:
 
 
 def _same(segments: Tensor, back: int) -> Tensor:
-    """Whether the token so many places before is of the same document; what is before all is."""
+    """Return whether the token `places` before is of the same document; True before the start."""
     same = torch.ones_like(segments, dtype=torch.bool)
     same[:, back:] = segments[:, back:] == segments[:, : max(0, segments.shape[1] - back)]
     return same[..., None]
@@ -187,9 +187,9 @@ class CausalConvolution(nn.Module):
         """Convolve.
 
         Args:
-            x: the tokens.
-            tail: the tokens before; what is to be kept for the next ones is written there.
-            segments: as of `segments_of`.
+            x: Tokens.
+            tail: Tokens before; the tokens to keep for the next call are written there.
+            segments: Document numbers, as `segments_of` returns them.
         """
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()

@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Decays:
-    """What is left of one thing at another, in chunks of a sequence.
+    """The products of decays between the tokens and states of each chunk of a sequence.
 
     Attributes:
-        within: of token s at token t; 0 where s comes later, or is of another document.
-        entering: of the state before the chunk, at token t.
-        leaving: of token s, in the state after the chunk.
-        through: of the state before the chunk, in the one after it.
+        within: Decay from token s to token t; 0 where s comes later or is of another document.
+        entering: Decay from the state before the chunk to token t.
+        leaving: Decay from token s to the state after the chunk.
+        through: Decay from the state before the chunk to the state after it.
 
     Shape:
         within: [B, C, H, L, L], t before s; entering, leaving: [B, C, H, L]; through: [B, C, H].

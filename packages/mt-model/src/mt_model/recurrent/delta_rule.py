@@ -78,7 +78,7 @@ def delta_rule(
     """Take the steps of a sequence chunk by chunk, in matrix products.
 
     A step writes `k_t u_t^T`, where `u_t = beta_t (v_t - S^T k_t)` depends on what the steps before
-    it wrote. In a chunk that is a triangular system of equations for all `u`, linear in the state
+    it wrote. A chunk is a triangular system of equations for all `u`, linear in the state
     before the chunk: `u = u0 - w S` (the WY form). Computed in fp32 (fp64 for fp64). The size of
     the chunks changes nothing but rounding.
 

@@ -42,8 +42,8 @@ class GatedDeltaNet(nn.Module):
     split, are fp32 at least. `norm.weight` [value_dim] is whole on each rank, with partial
     gradients. `out.weight` [hidden, value_heads, value_dim], split by heads.
 
-    Collectives: of the input once, all-gather along the sequence under sequence parallelism and
-    else none (backward reduce-scatter, or all-reduce), and those of `out`.
+    Collectives: one all-gather of the input along the sequence under sequence parallelism (backward
+    reduce-scatter), else none (backward all-reduce); and the collectives of `out`.
 
     Args:
         config: sizes.

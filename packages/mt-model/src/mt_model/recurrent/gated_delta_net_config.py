@@ -1,4 +1,4 @@
-"""The kind of mixer that is a gated delta net."""
+"""The gated delta net, a recurrent mixer, as a frozen value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GatedDeltaNetConfig(MixerConfig):
         value_dim: width of a value head; it keeps `key_dim * value_dim` numbers of what it has
             seen.
         conv_size: tokens that the convolution of queries, keys and values sees.
-        chunk_size: tokens that are computed as one matrix; it changes speed and memory only.
+        chunk_size: Number of tokens computed as one matrix; it changes only speed and memory.
     """
 
     num_key_heads: int
@@ -111,7 +111,7 @@ class GatedDeltaNetConfig(MixerConfig):
         yield "num_key_heads", self.num_key_heads
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
-        """Give those of the last tokens before the convolution, and of the state."""
+        """Return the shapes of the convolution's last tokens and of the state."""
         del max_length
         keys, values = self.num_key_heads // tp, self.num_value_heads // tp
         return {

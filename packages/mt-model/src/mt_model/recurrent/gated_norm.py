@@ -19,11 +19,11 @@ from mt_model.kernels.config import Kernels
 
 @dataclass(frozen=True, kw_only=True)
 class SharedGroups:
-    """Groups of channels that are fewer than the ranks, which have each a part of one.
+    """Groups of channels split over several ranks each.
 
     Attributes:
-        count: of the groups.
-        ranks: process group of all who have a part of any.
+        count: Number of groups.
+        ranks: Process group of all ranks with a part of a group.
     """
 
     count: int
@@ -50,7 +50,7 @@ class GatedRMSNorm(nn.Module):
     Args:
         channels: of the weight on this rank: of all its groups, or of one where they share it.
         eps: added to the mean square.
-        gate_first: the gate is part of what is normalised.
+        gate_first: Multiply by the gate before the norm.
         dtype: of the weight.
         shared: where ranks have parts of groups.
         kernels: what computes norm and gate.

@@ -36,10 +36,10 @@ class Mamba2(nn.Module):
     fp32 at least. `norm.weight` [heads * head_dim] and `out.weight` [hidden, heads, head_dim],
     split by heads.
 
-    Collectives: of the input once, all-gather along the sequence under sequence parallelism and
-    else none (backward reduce-scatter, or all-reduce), and those of `out`. Where ranks share a
-    group also an all-gather of B and C (backward reduce-scatter), and an all-reduce of the group's
-    mean squares, forward and backward.
+    Collectives: one all-gather of the input along the sequence under sequence parallelism (backward
+    reduce-scatter), else none (backward all-reduce); and the collectives of `out`. Where ranks
+    share a group there are also an all-gather of B and C (backward reduce-scatter), and an
+    all-reduce of the group's mean squares, forward and backward.
 
     Args:
         config: sizes.
@@ -165,7 +165,7 @@ class Mamba2(nn.Module):
 
 
 def initial_dt_bias(config: Mamba2Config) -> Uniform:
-    """Draw step sizes evenly in their logarithm; softplus of the bias is what was drawn."""
+    """Draw step sizes evenly in their logarithm; the bias is their inverse softplus."""
     floor = config.init_dt_floor
 
     def inverse_softplus(log_dt: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The kind of mixer that is Mamba-2."""
+"""Mamba-2, a recurrent mixer, as a frozen value."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Mamba2Config(MixerConfig):
         conv_size: tokens that the convolution before the state space sees.
         conv_bias: bias of the convolution.
         bias: bias on the projections in and out.
-        norm_before_gate: the gate multiplies what is normalised, not what is to be.
-        chunk_size: tokens that are computed as one matrix; it changes speed and memory only.
+        norm_before_gate: Multiply by the gate after the norm, not before it.
+        chunk_size: Number of tokens computed as one matrix; it changes only speed and memory.
         min_dt: smallest step size.
         max_dt: largest step size; None for any.
         init_dt_min: step sizes start from values drawn evenly in their logarithm, from this
@@ -113,7 +113,7 @@ class Mamba2Config(MixerConfig):
     def flops_per_token(self, hidden_size: int, sequence_length: int) -> int:
         """Count `6 h (3 d + 2 g n + heads) + 6 k (d + 2 g n) + 12 d n`, with d of all heads.
 
-        That is projections, convolution and the recurrence itself (a multiply-add each to write
+        The terms are projections, convolution and the recurrence (a multiply-add each to write
         and to read every number of the state); what computing by chunks costs more is not counted.
         """
         del sequence_length
@@ -122,7 +122,7 @@ class Mamba2Config(MixerConfig):
         return total + 6 * self.conv_size * (inner + shared) + 12 * inner * self.state_size
 
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
-        """Give the heads; with fewer groups than ranks, also what is split instead."""
+        """Yield the heads; with fewer groups than ranks, also the size split instead."""
         yield "num_heads", self.num_heads
         if tp % self.num_groups:
             yield "num_groups", self.num_groups
@@ -130,7 +130,7 @@ class Mamba2Config(MixerConfig):
             yield "state_size", self.state_size
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
-        """Give those of the last tokens before each convolution, and of the state."""
+        """Return the shapes of each convolution's last tokens and of the state."""
         del max_length
         heads = self.num_heads // tp
         tail = (batch_size, self.conv_size - 1)

@@ -19,8 +19,8 @@ class ClassHead(nn.Module):
     number need not divide.
 
     Args:
-        size: Of the vector.
-        classes: How many there are.
+        size: Size of the vector.
+        classes: Number of classes.
         shard: This rank's share of the model.
 
     Shape:

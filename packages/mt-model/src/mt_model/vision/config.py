@@ -1,4 +1,4 @@
-"""What an encoder of images is: patches, layers, and what is made of the features."""
+"""An encoder of images as frozen values: patches, layers, and heads over the features."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ MAX_PIXELS, MAX_CHANNELS = 1 << 16, 1 << 12
 class VisionConfig(StackConfig):
     """An encoder of images, as a Vision Transformer (Dosovitskiy et al., 2021).
 
-    An image is cut into patches, each of which becomes a token. What a model of it returns is, of
-    these the last that it has: the features of each token, which are the last layer's output; a
-    projection of the pooled features; scores of classes, likewise.
+    An image is cut into patches, and each becomes a token. The model returns the last of these that
+    it has: the features of each token, the last layer's output; a projection of the pooled
+    features; or their scores of classes.
 
     Attributes:
-        image_size: height and width of the images, in pixels.
-        patch_size: height and width of a patch. What is left of an image at its lower and right
-            edge is not seen.
-        num_channels: of a pixel.
-        patch_bias: the linear layer over a patch's pixels has a bias.
-        class_token: a learned token in front of those of the patches.
-        embedding_norm: a norm in front of the first layer (CLIP).
-        pooling: what makes one vector of the features; None for none.
-        num_classes: classes whose scores are made of the vector; None for none.
-        projection_size: width of a projection of the vector, without a bias (CLIP); None for none.
-        max_sequence_length: tokens of an image. It follows from the sizes.
+        image_size: Height and width of the images, in pixels.
+        patch_size: Height and width of a patch. Pixels past the last whole patch, at the lower and
+            right edge, are ignored.
+        num_channels: Number of channels of a pixel.
+        patch_bias: Bias of the linear layer over a patch's pixels.
+        class_token: Learned token in front of the patches.
+        embedding_norm: Norm in front of the first layer (CLIP).
+        pooling: Pooling of the features into one vector; None for none.
+        num_classes: Number of classes, scored from the vector; None for none.
+        projection_size: Width of a projection of the vector, without a bias (CLIP); None for none.
+        max_sequence_length: Number of tokens of an image, which follows from the sizes.
     """
 
     type_name: ClassVar[str] = "vision"
@@ -101,7 +101,7 @@ class VisionConfig(StackConfig):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Patches in a column and in a row of an image."""
+        """Number of patches in a column and in a row of an image."""
         return (
             self.image_size[0] // self.patch_size[0],
             self.image_size[1] // self.patch_size[1],
@@ -109,12 +109,12 @@ class VisionConfig(StackConfig):
 
     @property
     def num_patches(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         return prod(self.grid)
 
     @property
     def patch_elements(self) -> int:
-        """Numbers in a patch."""
+        """Number of elements of a patch."""
         return self.num_channels * prod(self.patch_size)
 
     @property
@@ -124,7 +124,7 @@ class VisionConfig(StackConfig):
 
     @property
     def own_losses(self) -> dict[str, float]:
-        """That of the classes, where there are some."""
+        """Weight of the loss `classes`, where there are classes."""
         return {} if self.num_classes is None else {"classes": 1.0}
 
     @property

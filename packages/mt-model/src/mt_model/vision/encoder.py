@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class VisionEncoder(Stack["VisionConfig"]):
     """One pipeline stage of an encoder of images; with `layers=None` the whole model.
 
-    The arguments are those of `Stack`. Parameters beside those of the layers: `embedding.*` as of
-    `PatchEmbedding` on the first stage; on the last one `final_norm.*`, `pooling.*`,
+    It takes the arguments of `Stack`. Its parameters beside the layers are `embedding.*`
+    (`PatchEmbedding`) on the first stage; on the last one `final_norm.*`, `pooling.*`,
     `classifier.weight` [classes, size] with `classifier.bias`, and `projection.weight`
     [projection_size, size], of which every tensor-parallel rank has all but the attention and the
     feed-forward of a pooling.
@@ -60,10 +60,10 @@ class VisionEncoder(Stack["VisionConfig"]):
         labels=labels)` the losses. A stage of an `mt_pipeline` is called with `(x, batch)` instead:
         the activation of the stage before, and a mapping with the rest.
 
-        Losses are sums over this rank's images, to be divided by the global count of labels once,
-        by the trainer: `classes` of the cross entropies, those of this stage's layers by their
-        names, and `tokens`, the number of labels. They are fp32 (fp64 for an fp64 model), and equal
-        on all ranks of a tensor-parallel group.
+        Losses are sums over this rank's images, which the trainer divides once by the global count
+        of labels: `classes`, the cross entropies; the losses of this stage's layers by their names;
+        and `tokens`, the number of labels. They are fp32 (fp64 for an fp64 model), and equal on all
+        ranks of a tensor-parallel group.
 
         Args:
             x: images; with a batch the activation of the stage before, None on the first.
@@ -112,7 +112,7 @@ class VisionEncoder(Stack["VisionConfig"]):
         Args:
             images: As for the model.
             layer: Index of a layer, whose output is returned without the final norm; negative
-                ones count from the last. Layers behind it are not run. None: the last, normed.
+                indices count from the last. Later layers do not run. None: the last layer, normed.
                 Features of several are joined along their width.
             class_token: With the class token, where the model has one.
             sample_ids: As for the model.
@@ -223,7 +223,7 @@ class VisionEncoder(Stack["VisionConfig"]):
 
     @property
     def _padding(self) -> int:
-        """Tokens behind those of an image, so that ranks can share them."""
+        """Number of padding tokens of an image, so that ranks can share its tokens."""
         ranks = self.shard.tp if self.shard.sequence_parallel else 1
         return -self.config.max_sequence_length % ranks
 

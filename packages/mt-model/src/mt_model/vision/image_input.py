@@ -42,7 +42,7 @@ class Projector(nn.Module):
 
     Parameters: `up.weight` [hidden, features] and `up.bias`, split over "tp" in their first dim,
     and `down.weight` [hidden, hidden], split in its second, with `down.bias`, which every rank has
-    whole. The collectives are those of `ColumnParallelLinear` and `RowParallelLinear`.
+    whole. `ColumnParallelLinear` and `RowParallelLinear` state the collectives.
 
     Args:
         config: How the model takes images.
@@ -83,8 +83,8 @@ class ImageInput(nn.Module):
         hidden_size: Width of the language model.
         state: This rank's place.
         shard: This rank's share of the model.
-        plan: What backward makes again in the language model's layers; what it says of all of them
-            by words holds for the encoder's.
+        plan: Recomputation of the language model's layers; rules for all layers hold for the
+            encoder's too.
 
     Shape:
         forward(x, batch): [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism) ->
@@ -121,7 +121,7 @@ class ImageInput(nn.Module):
 
         Args:
             x: Embeddings of the tokens.
-            batch: Of the stage; without images nothing changes.
+            batch: Batch of the stage; without images nothing changes.
 
         Raises:
             ValueError: There are not as many image tokens as features.
@@ -142,10 +142,10 @@ class ImageInput(nn.Module):
         return x.masked_scatter(own[..., None], found)
 
     def features(self, images: Tensor, sample_ids: Tensor | None = None) -> Tensor:
-        """Return what stands for images, on every rank of the tensor-parallel group.
+        """Return the features that stand for images, on every rank of the tensor-parallel group.
 
         Args:
-            images: Of the size that the encoder takes.
+            images: Images of the encoder's size.
             sample_ids: Unique per image; needed with dropout in training.
 
         Shape:
@@ -164,7 +164,7 @@ class ImageInput(nn.Module):
             )
 
     def _sample_ids(self, batch: Batch, place: Tensor) -> Tensor | None:
-        """Ids of the images, from that of their row and their place in it."""
+        """Return ids of the images, from the id of their row and their place in the row."""
         ids = batch.get("sample_ids")
         if ids is None:
             return None

@@ -16,19 +16,17 @@ from mt_model.vision.config import VisionConfig
 class ImageInputConfig:
     """Images in a text, as LLaVA has them (Liu et al., 2023).
 
-    An image stands in a text as `num_tokens` tokens of one id, whose embeddings its features
-    replace: those of a layer of an encoder, behind `W2 act(W1 x)`.
+    An image stands in a text as `num_tokens` tokens of one id, whose embeddings are replaced by
+    `W2 act(W1 x)` of the features x of an encoder's layer.
 
     Attributes:
-        tower: the encoder of images. What it makes of the features of its last layer, such as a
-            pooled vector, is not used.
-        token_id: of the tokens that stand for an image.
-        feature_layers: the layers whose output is taken, without the final norm; negative ones
-            count from the last. Those of several are joined along their width.
-        drop_first: the first token's features are left out, which are those of the class token
-            where the encoder has one.
-        activation: between the two linear layers.
-        bias: they have one each.
+        tower: Encoder of images; its pooling and heads are not used.
+        token_id: Id of the tokens that stand for an image.
+        feature_layers: Layers whose output is taken, without the final norm; negative indices count
+            from the last. Several outputs are joined along their width.
+        drop_first: Leave out the first token's features: the class token's, if the encoder has one.
+        activation: Activation between the two linear layers.
+        bias: Biases of both linear layers.
     """
 
     tower: VisionConfig
@@ -58,12 +56,12 @@ class ImageInputConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that stand for an image."""
+        """Number of tokens that stand for an image."""
         return self.tower.max_sequence_length - self.drop_first
 
     @property
     def feature_size(self) -> int:
-        """Width of the features that are projected."""
+        """Width of the features before the projection."""
         return len(self.feature_layers) * self.tower.hidden_size
 
     def num_parameters(self, hidden_size: int) -> int:
@@ -74,7 +72,7 @@ class ImageInputConfig:
     def flops_per_image(self, hidden_size: int) -> int:
         """Count the operations of forward and backward for an image.
 
-        All layers of the encoder are counted, also those behind the last one that is taken.
+        All layers of the encoder are counted, even after the last one whose output is taken.
 
         Args:
             hidden_size: Width of the language model.

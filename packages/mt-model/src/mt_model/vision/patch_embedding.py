@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def cut_patches(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Cut images into patches, row by row; what is left at the lower and right edge is dropped.
+    """Cut images into patches, row by row; incomplete patches at the lower and right edge are lost.
 
     Args:
-        images: Of any size that has a patch.
+        images: Images of any size with at least one patch.
         size: Height and width of a patch.
 
     Shape:
@@ -45,7 +45,7 @@ class PatchEmbedding(nn.Module):
     None. Under sequence parallelism a rank goes on with its own tokens, and gradients are partial.
 
     Args:
-        config: Of the model.
+        config: Configuration of the encoder.
         shard: This rank's share of the model.
         padding: Zeros behind the last token, so that ranks can share the tokens.
 

@@ -1,4 +1,4 @@
-"""What makes one vector of the features of an image."""
+"""Poolings of an image's features into one vector."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def whole_linear(in_size: int, out_size: int, *, bias: bool, shard: ShardContext
 
 
 def _norm(stream: StreamConfig, shard: ShardContext) -> nn.Module:
-    """A norm of what every rank has whole, whose gradients are so too."""
+    """Return a norm of features that every rank has whole, with whole gradients."""
     return stream_norm(stream, replace(shard, sequence_parallel=False))
 
 
@@ -50,7 +50,7 @@ class ClassPooling(nn.Module):
     Parameters: `norm.*`, `dense.weight` [size, hidden] and `dense.bias`. Every rank has them whole.
 
     Args:
-        config: Of the pooling.
+        config: Configuration of the pooling.
         stream: The residual stream of the model.
         layer: Index of the module, behind the last layer.
         shard: This rank's share of the model.
@@ -82,7 +82,7 @@ class MeanPooling(nn.Module):
     Parameters: `norm.*`. Every rank has them whole.
 
     Args:
-        config: Of the pooling.
+        config: Configuration of the pooling.
         stream: The residual stream of the model.
         layer: Index of the module, behind the last layer.
         shard: This rank's share of the model.
@@ -104,13 +104,13 @@ class MeanPooling(nn.Module):
 
 
 class AttentionPooling(nn.Module):
-    """Attention of a learned query to the features, and a feed-forward with its norm behind it.
+    """Attention of a learned query to the features, followed by a norm and a feed-forward.
 
     Parameters: `query` [hidden] and `norm.*`, whole on every rank; `attention.*` as of
     `CrossAttention` and `feed_forward.*` as of `MLP`, split over "tp". The collectives are theirs.
 
     Args:
-        config: Of the pooling.
+        config: Configuration of the pooling.
         stream: The residual stream of the model.
         layer: Index of the module, behind the last layer.
         shard: This rank's share of the model.

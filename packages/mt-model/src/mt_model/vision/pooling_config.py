@@ -1,4 +1,4 @@
-"""How the features of an image's patches become one vector, as frozen values."""
+"""Poolings of an image's features into one vector, as frozen values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingConfig(ABC):
-    """What makes one vector of the features of an image. A kind is a dataclass below this one.
+    """A pooling of an image's features. Each kind is a dataclass derived from this one.
 
     Its module is called with [B, S, hidden], whole on every rank, and returns [B, size].
     """
@@ -36,7 +36,7 @@ class PoolingConfig(ABC):
 
         Args:
             stream: The residual stream of the model.
-            layer: Index for what is counted by layers, behind the last one.
+            layer: Layer index of the pooling's own modules, after the last layer.
             shard: This rank's share of the model.
         """
 
@@ -73,8 +73,8 @@ class ClassPoolingConfig(PoolingConfig):
     """The class token's features.
 
     Attributes:
-        norm: they are normed, alone (CLIP).
-        dense_size: width of a layer `tanh(W x + b)` behind that (ViT); None for no layer.
+        norm: Norm of the class token's features (CLIP).
+        dense_size: Width of a following layer `tanh(W x + b)` (ViT); None for no layer.
     """
 
     type_name: ClassVar[str] = "class"
@@ -94,7 +94,7 @@ class ClassPoolingConfig(PoolingConfig):
         return ClassPooling(self, stream, layer=layer, shard=shard)
 
     def num_parameters(self, stream: StreamConfig) -> int:
-        """Count those of the norm and the layer."""
+        """Count the parameters of the norm and the layer."""
         norm = stream.norm.num_parameters(stream.hidden_size) if self.norm else 0
         return norm + (self.dense_size or 0) * (stream.hidden_size + 1)
 
@@ -117,7 +117,7 @@ class MeanPoolingConfig(PoolingConfig):
     """The mean of the patches' features, without the class token's.
 
     Attributes:
-        norm: the mean is normed.
+        norm: Norm of the mean.
     """
 
     type_name: ClassVar[str] = "mean"
@@ -130,7 +130,7 @@ class MeanPoolingConfig(PoolingConfig):
         return MeanPooling(self, stream, layer=layer, shard=shard)
 
     def num_parameters(self, stream: StreamConfig) -> int:
-        """Count those of the norm."""
+        """Count the parameters of the norm."""
         return stream.norm.num_parameters(stream.hidden_size) if self.norm else 0
 
     def flops(self, stream: StreamConfig) -> int:
@@ -146,15 +146,15 @@ class MeanPoolingConfig(PoolingConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPoolingConfig(PoolingConfig):
-    """What a learned query finds in the features, with a feed-forward behind it (SigLIP).
+    """Attention of a learned query to the features, followed by a feed-forward (SigLIP).
 
     With q the query and n a norm, `y = attention(q, x)` and the vector is `y + f(n(y))`. All
     projections of the attention have biases.
 
     Attributes:
-        num_heads: of the attention.
-        head_dim: width of one head.
-        feed_forward: the feed-forward, without dropout.
+        num_heads: Number of heads of the attention.
+        head_dim: Width of one head.
+        feed_forward: Feed-forward, without dropout.
     """
 
     type_name: ClassVar[str] = "attention"
@@ -188,7 +188,7 @@ class AttentionPoolingConfig(PoolingConfig):
         return AttentionPooling(self, stream, layer=layer, shard=shard)
 
     def num_parameters(self, stream: StreamConfig) -> int:
-        """Count those of the query, the attention, the norm and the feed-forward."""
+        """Count the parameters of the query, the attention, the norm and the feed-forward."""
         hidden = stream.hidden_size
         total = hidden + stream.norm.num_parameters(hidden)
         return sum(
