@@ -36,7 +36,7 @@ def attention(
         query: Queries, normed and rotated.
         key: Keys of the same tokens, or of those that `scores.allowed` says.
         value: Values of the keys' tokens; they may have another width.
-        scores: What is computed.
+        scores: Scale, mask, bias, cap and sinks.
         selector: The choice of the layer that attends, from `ATTENTION`.
 
     Shape:
@@ -54,7 +54,7 @@ def attention(
 
 
 def attention_selectors(kernel: str) -> Mapping[str, Selector[Any]]:
-    """Return a layer's selectors: that of its kernel, and `auto` for keys of a cache.
+    """Return a layer's selectors: one of its kernel, and `auto` for keys of a cache.
 
     `matmul` is another registry's (`PROJECTED_ATTENTION`), and what it does not serve is `auto`'s.
     """
@@ -153,7 +153,7 @@ def _flash_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -
 
 
 def _sides(scores: Scores) -> tuple[int, int]:
-    """Keys that are seen before and after a query's own, -1 for all."""
+    """Return the number of visible keys before and after a query's own, -1 for all."""
     before = -1 if scores.window is None else scores.window - 1
     return before, 0 if scores.causal else before
 

@@ -17,6 +17,6 @@ class ChoosesKernels(Protocol):
         """Yield what computes them for tensors of the device and dtype of `like`.
 
         Raises:
-            KernelError: A kernel that was asked for does not serve.
+            KernelError: A named kernel does not serve.
         """
         ...

@@ -83,7 +83,7 @@ class OffloadConfig(LayerChoice):
     """Activations that wait for backward in the host's memory.
 
     Attributes:
-        min_bytes: Smallest size in bytes of a tensor that is moved.
+        min_bytes: Smallest size in bytes of an offloaded tensor.
     """
 
     min_bytes: int = 1 << 20

@@ -50,7 +50,7 @@ class SavedActivations:
 
     @contextmanager
     def of_layer(self, index: int, *, others: Iterable[Tensor]) -> Iterator[None]:
-        """Count and offload the tensors that are saved for backward inside.
+        """Count and offload the tensors saved for backward inside.
 
         Args:
             index: Layer index in the whole model.

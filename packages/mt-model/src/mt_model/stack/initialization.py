@@ -31,7 +31,7 @@ def materialize(
     seed: int | None,
     device: torch.device,
 ) -> None:
-    """Allocate the stage's parameters that are on the meta device, and give them initial values.
+    """Allocate the stage's parameters on the meta device, and give them initial values.
 
     Each value depends on the parameter's global name, the seed and its global index only. Without
     a seed the values are undefined.
@@ -61,10 +61,10 @@ def initializer(
     """Return a function that fills one parameter of a model with its initial values.
 
     `mt_data_parallel.shard` takes it as `init`, for a model that no rank ever holds whole. The
-    values are the same as those of a model that is built on a device with the same seed.
+    values are the same as in a model built on a device with the same seed.
 
     Args:
-        model: A model or stage that was built with `device="meta"`.
+        model: A model or stage built with `device="meta"`.
         config: Its configuration.
         state: The state that it was built with.
         seed: Seed of the values.

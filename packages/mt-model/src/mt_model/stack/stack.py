@@ -214,7 +214,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         """Return the kernel of each operation of this stage in eager mode, and why it was chosen.
 
         Raises:
-            KernelError: A kernel that was asked for does not serve on the device.
+            KernelError: A named kernel does not serve on the device.
         """
         like = torch.empty(0, dtype=self.shard.dtype, device=self.shard.device)
         found = (m.kernel_choices(like) for m in self.modules() if isinstance(m, ChoosesKernels))

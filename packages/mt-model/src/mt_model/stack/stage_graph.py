@@ -91,7 +91,7 @@ def graph_stage(
 
 
 class _GraphedStage:
-    """A stage that is captured as a whole."""
+    """A stage captured as a whole."""
 
     def __init__(self, stage: Stack[Any], options: GraphOptions) -> None:
         first, last = stage.layer_range.start, stage.layer_range.stop - 1
@@ -103,7 +103,7 @@ class _GraphedStage:
 
 
 class _GraphedLayer:
-    """A layer's computation, or a part of it, that is captured."""
+    """A captured layer, or a captured part of one."""
 
     def __init__(self, step: Step, layer: TransformerLayer, options: GraphOptions) -> None:
         self._plain = step

@@ -92,7 +92,7 @@ def _value(value: Any) -> str:
 
 
 def _summary(config: StackConfig) -> str:
-    """Return the fields of the model that are in no row."""
+    """Return the fields of the model outside of the rows."""
     shown = {"layers", "vocab_size", "hidden_size", "tied", "head_bias", "token_types"}
     shown |= {"head_transform", "embedding_norm", "final_norm", "num_channels", "patch_size"}
     shown |= {"class_token", "num_classes", "projection_size", "images", "pooled_head"}
