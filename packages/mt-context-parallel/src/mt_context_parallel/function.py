@@ -1,6 +1,6 @@
 """The autograd function that all algorithms share: sinks, and a backward from the saved output.
 
-Keys either come by shard after shard (a ring), or all at once: those of this rank, or of the whole
+Keys either arrive shard by shard (a ring), or all at once: the keys of this rank, or of the whole
 group after an all-gather, as for Llama 3 (2024).
 """
 
@@ -27,9 +27,9 @@ class SplitAttention:
     """Attention of this rank's queries to the keys of a group.
 
     Attributes:
-        local: what this rank computes.
-        group: the ranks that share the keys; None for this one alone.
-        order: of the gathered keys (`order_of`), to get all of them at once; None for a ring.
+        local: This rank's part of the attention.
+        group: The ranks that share the keys; None for this rank alone.
+        order: Order of the gathered keys (`order_of`), to get them all at once; None for a ring.
     """
 
     local: LocalAttention
@@ -39,7 +39,7 @@ class SplitAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bias: Tensor | None = None
     ) -> Tensor:
-        """The attention output; `bias` is that of the tiles, for its gradient.
+        """Return the attention output; `bias` is the bias of the tiles, for its gradient.
 
         Shape:
             q: [B, S, H, D]; k: [B, S, G, D]; v: [B, S, G, V]; sinks: [H]; bias: [H, 2 * whole - 1].
@@ -48,7 +48,7 @@ class SplitAttention:
         return cast(Tensor, _Function.apply(q, k, v, sinks, bias, self))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp, without sinks."""
+        """Return output and log-sum-exp, without sinks."""
         if self.group is not None and self.order is None:
             return ring_forward(self.local, q, k, v, self.group)
         partial = Partial(q, v.shape[-1])
@@ -58,7 +58,7 @@ class SplitAttention:
     def backward(
         self, qkv: Triple, of_queries: tuple[Tensor, Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Gradients of queries, keys, values and a trained bias from (dout, out, lse, delta).
+        """Return gradients of queries, keys, values and bias, given (dout, out, lse, delta).
 
         Keys are gathered again rather than kept.
         """
@@ -80,7 +80,7 @@ class SplitAttention:
         return start_all_gather(x, self.group, 1).wait().index_select(1, self.order)
 
     def _own(self, x: Tensor) -> Tensor:
-        """The adjoint of `_whole`."""
+        """Apply the adjoint of `_whole`."""
         if self.group is None or self.order is None:
             return x
         shards = torch.empty_like(x).index_copy_(1, self.order, x)

@@ -17,7 +17,7 @@ from mt_context_parallel.tiles import Tile
 
 
 class TileGrads(NamedTuple):
-    """Gradients of one tile's queries, keys and values, and of the whole bias if it has one."""
+    """Gradients of a tile's queries, keys and values, and of the whole bias if there is one."""
 
     q: Tensor
     k: Tensor
@@ -52,7 +52,7 @@ class TileKernel(Protocol):
 
 
 class TileKernels:
-    """Kernels in order of preference, of which each kind of tile gets the first that serves.
+    """Kernels in order of preference; each kind of tile gets the first kernel that serves.
 
     The choice is made once for each device, dtype, head size and kind of mask, and kept.
 
@@ -112,7 +112,7 @@ class ReferenceKernel:
         dout, _, lse, delta = of_queries
         groups = k.shape[2]
         scores = _scores(q, k, tile)
-        # Of the cap: 1 - tanh^2; a masked score is -inf, and its weight is 0 whatever this is.
+        # The derivative of the cap is 1 - tanh^2. A masked score is -inf and has weight 0 anyway.
         slope = None
         if tile.softcap is not None:
             capped = scores if tile.bias is None else scores - _spread(tile.bias, tile, scores)
@@ -139,7 +139,7 @@ def _heads_first(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """Rows of the query heads that share a key head, together. [B, H, q, n] -> [B, G, R * q, n]."""
+    """Group rows of query heads that share a key head. [B, H, q, n] -> [B, G, R * q, n]."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
@@ -150,12 +150,12 @@ def _heads_last(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """0 where no key is seen: all scores are -inf there, and -inf - -inf would be NaN."""
+    """Replace -inf by 0: where no key is seen, -inf - -inf would be NaN."""
     return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
-    """Masked scores. [B, H, q, kv]."""
+    """Return masked scores. [B, H, q, kv]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows = _grouped(_heads_first(q, dtype), k.shape[2])
     scores = (rows @ _heads_first(k, dtype).transpose(-1, -2)).mul_(tile.scale)
@@ -174,7 +174,7 @@ def _spread(bias: Tensor, tile: Tile, scores: Tensor) -> Tensor:
 
 
 def _bias_grad(tile: Tile, dscores: Tensor) -> Tensor:
-    """The sums of [B, H, q, kv] over samples and over pairs of one distance. [H, 2 length - 1]."""
+    """Sum [B, H, q, kv] over samples and over pairs of one distance. [H, 2 length - 1]."""
     sums = dscores.new_zeros(dscores.shape[1], 2 * tile.length - 1)
     return sums.index_add_(1, tile.distances(dscores.device).flatten(), dscores.sum(0).flatten(1))
 

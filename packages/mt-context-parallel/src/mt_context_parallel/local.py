@@ -1,4 +1,4 @@
-"""Attention of this rank's queries to some keys, tile by tile, and the merge by log-sum-exp."""
+"""Attention of this rank's queries to some keys, tile by tile, merged by log-sum-exp."""
 
 from __future__ import annotations
 

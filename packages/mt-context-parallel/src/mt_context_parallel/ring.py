@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel round the group while queries stay.
+"""Ring attention: keys and values are sent round the group while queries stay.
 
 Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
 """
@@ -13,11 +13,11 @@ from mt_context_parallel.local import LocalAttention, Partial
 
 
 class _Hop:
-    """A tensor on its way to the next rank, and another on its way here from the previous."""
+    """A transfer of one tensor to the next rank, and of another from the previous rank."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
         rank, ranks = group.rank(), group.size()
-        self._sent, self._received = x, torch.empty_like(x)  # kept alive until it has left
+        self._sent, self._received = x, torch.empty_like(x)  # kept alive until it is sent
         to, source = (rank + 1) % ranks, (rank - 1) % ranks
         self._works = dist.batch_isend_irecv(
             [
@@ -27,14 +27,14 @@ class _Hop:
         )
 
     def wait(self) -> Tensor:
-        """The tensor from the previous rank."""
+        """Wait for the tensor from the previous rank."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one message."""
+    """Return keys and values as one message."""
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
@@ -46,7 +46,7 @@ def _unpacked(message: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def ring_forward(
     local: LocalAttention, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; the next rank's keys arrive while these are attended to.
+    """Return output and log-sum-exp; the next keys arrive while the present ones are used.
 
     Args:
         local: This rank's part.
@@ -73,7 +73,7 @@ def ring_backward(
     into: tuple[Tensor, Tensor | None],
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Add to the gradients of queries and bias; return those of keys and values.
+    """Add to the gradients of queries and bias; return the gradients of keys and values.
 
     Keys go round once more, and their gradients follow one step behind, so that both messages are
     under way while the next tile is computed. After the last hop the gradients are at home.

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds, and the way there and back."""
+"""The split of a sequence over ranks: which tokens each rank holds, `shard` and `unshard`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Segment(NamedTuple):
     """A run of neighbouring tokens that one rank holds.
 
     Attributes:
-        start: index of the first token in the whole sequence.
-        length: tokens in the run.
-        local: index of the first token in the rank's shard.
-        document: number of the packed document; 0 in a sequence that is not packed.
+        start: Index of the first token in the whole sequence.
+        length: Number of tokens in the run.
+        local: Index of the first token in the rank's shard.
+        document: Index of the packed document; 0 in a sequence that is not packed.
     """
 
     start: int
@@ -32,7 +32,7 @@ class Segment(NamedTuple):
 
 
 def parts_of(split: Split, ranks: int) -> int:
-    """The number of equal pieces a document is cut in."""
+    """Return the number of equal pieces of a document."""
     if not isinstance(ranks, int):
         raise TypeError(f"ranks must be an int, got {ranks!r}")
     if split not in get_args(Split):
@@ -50,20 +50,20 @@ def _check_length(length: int) -> None:
 
 
 def pad_length(length: int, *, ranks: int, split: Split = "zigzag") -> int:
-    """The least length, at least `length`, that can be split over `ranks`."""
+    """Return the smallest length from `length` on that can be split over `ranks`."""
     _check_length(length)
     parts = parts_of(split, ranks)
     return max(1, -(-length // parts)) * parts
 
 
 def document_bounds(length: int, cu_seqlens: Sequence[int] | Tensor | None) -> list[int]:
-    """Checked starts of the documents and the end of the last: [0, ..., length].
+    """Return the checked starts of the documents and the end of the last: [0, ..., length].
 
     A CUDA tensor is read back, which waits for the device; a list or a CPU tensor is not.
 
     Raises:
-        TypeError: The bounds are no integers.
-        ValueError: They do not rise from 0 to `length`, or the sequence is empty.
+        TypeError: The bounds are not integers.
+        ValueError: The bounds do not rise from 0 to `length`, or the sequence is empty.
     """
     _check_length(length)
     if length < 1:
@@ -102,21 +102,21 @@ def segments(
     split: Split = "zigzag",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> list[Segment]:
-    """The runs of tokens that `rank` holds, in the order of its shard.
+    """Return the runs of tokens that `rank` holds, in the order of its shard.
 
-    `"zigzag"` cuts in 2 * ranks chunks and gives rank i the chunks i and 2 * ranks - 1 - i, so
-    that every rank has the same causal work; `"contiguous"` gives rank i the i-th of `ranks`
-    chunks. A packed sequence has every document cut in this way on its own.
+    `"zigzag"` cuts the sequence into 2 * ranks chunks and gives rank i the chunks i and
+    2 * ranks - 1 - i, so that every rank has the same causal work; `"contiguous"` gives rank i the
+    i-th of `ranks` chunks. Each document of a packed sequence is split in this way on its own.
 
     Args:
         length: Tokens in the whole sequence, all documents together.
         ranks: Ranks that share the sequence.
-        rank: Whose runs.
+        rank: The rank that holds the runs.
         split: How a document is cut.
         cu_seqlens: Starts of the packed documents and the end of the last; None for one document.
 
     Raises:
-        TypeError: `cu_seqlens` are no integers.
+        TypeError: `cu_seqlens` are not integers.
         ValueError: A document's length does not divide; the message has the nearest that do.
     """
     parts = parts_of(split, ranks)
@@ -145,7 +145,7 @@ def segments(
 
 
 def all_segments(length: int, ranks: int, split: Split, bounds: list[int]) -> list[list[Segment]]:
-    """The runs of every rank, with bounds from `document_bounds`."""
+    """Return the runs of every rank, with bounds from `document_bounds`."""
     return [
         segments(length, ranks=ranks, rank=rank, split=split, cu_seqlens=bounds)
         for rank in range(ranks)
@@ -153,7 +153,7 @@ def all_segments(length: int, ranks: int, split: Split, bounds: list[int]) -> li
 
 
 def sorted_runs(runs: Sequence[Sequence[Segment]]) -> list[Segment]:
-    """All ranks' runs in the order of the sequence, with their places in that order."""
+    """Return all ranks' runs in the order of the sequence, with their places in that order."""
     ordered = sorted((run for part in runs for run in part), key=lambda run: run.start)
     local, result = 0, []
     for run in ordered:
@@ -163,13 +163,13 @@ def sorted_runs(runs: Sequence[Sequence[Segment]]) -> list[Segment]:
 
 
 def order_of(runs: Sequence[Sequence[Segment]], device: torch.device) -> Tensor:
-    """Where in the ranks' concatenated shards the tokens of `sorted_runs` are."""
+    """Return the index in the ranks' concatenated shards of each token of `sorted_runs`."""
     index = [torch.arange(run.start, run.start + run.length) for part in runs for run in part]
     return on_device(torch.cat(index).argsort(), device)
 
 
 def on_device(index: Tensor, device: torch.device | str) -> Tensor:
-    """A copy of a CPU tensor, in one transfer that the host does not wait for."""
+    """Return a copy of a CPU tensor, by one transfer for which the host does not wait."""
     index = index.pin_memory() if torch.device(device).type == "cuda" else index
     return index.to(device, non_blocking=True)
 
@@ -183,13 +183,13 @@ def positions(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Position of every token of a shard within its own document, as rotary embeddings need it.
+    """Return the position of every token of a shard in its document, for rotary embeddings.
 
     Shape:
         Returns [length / ranks] of int64.
 
     Raises:
-        TypeError: `cu_seqlens` are no integers.
+        TypeError: `cu_seqlens` are not integers.
         ValueError: The sequence, or a document of it, does not divide.
     """
     bounds = document_bounds(length, cu_seqlens)
@@ -207,13 +207,13 @@ def shard(
     split: Split = "zigzag",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """This rank's tokens of `x`, which every rank holds whole.
+    """Return this rank's tokens of `x`, which every rank holds whole.
 
     Shape:
         x: [..., S, ...] at `dim`. Returns [..., S / ranks, ...]; `x` itself for one rank.
 
     Raises:
-        TypeError: `cu_seqlens` are no integers.
+        TypeError: `cu_seqlens` are not integers.
         ValueError: The sequence, or a document of it, does not divide.
     """
     if not isinstance(x, Tensor):
@@ -233,17 +233,17 @@ def unshard(
     split: Split = "zigzag",
     cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """The whole of what `shard` split, on every rank.
+    """Return the whole tensor of which every rank has a shard.
 
     Forward is an all-gather over the group, backward a reduce-scatter that sums the ranks'
-    gradients: it is the adjoint for ranks that use the whole for different work. Where all compute
-    the same loss from it, divide that loss by the group's size.
+    gradients. This is right if the ranks use the whole tensor for different work. If all ranks
+    compute the same loss from it, divide that loss by the group's size.
 
     Shape:
         x: [..., S / ranks, ...] at `dim`. Returns [..., S, ...]; `x` itself for one rank.
 
     Raises:
-        TypeError: `cu_seqlens` are no integers.
+        TypeError: `cu_seqlens` are not integers.
         ValueError: The whole sequence, or a document of it, does not divide.
     """
     ranks = group_size(group)

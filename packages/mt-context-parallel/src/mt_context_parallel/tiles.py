@@ -179,7 +179,7 @@ class Tile:
         kv = torch.arange(self.kv.length, device=device) + self.kv.start
         pair = q[:, None] * self.length + kv
         result = torch.empty((*planes.shape, *pair.shape), dtype=dtype, device=device)
-        # Few planes at a time: the indices of all take more memory than the weights themselves.
+        # Few planes at a time: the indices of all planes take more memory than the weights.
         count = max(1, _INDICES // pair.numel())
         for plane, part in zip(
             planes.flatten().split(count), result.flatten(0, 1).split(count), strict=True
@@ -199,7 +199,7 @@ def _cut(run: Segment, block: int | None) -> list[Segment]:
 
 
 def _cut_at(run: Segment, q: Segment) -> list[Segment]:
-    """Keys before, among and after the queries: full, causal and masked, if there is no window."""
+    """Cut keys into those before, among and after the queries: full, causal and masked tiles."""
     ends = [run.start, q.start, q.start + q.length, run.start + run.length]
     bounds = sorted({min(max(end, ends[0]), ends[-1]) for end in ends})
     return [
@@ -209,7 +209,7 @@ def _cut_at(run: Segment, q: Segment) -> list[Segment]:
 
 
 def _joined(runs: Sequence[Segment]) -> list[Segment]:
-    """Runs that follow each other both in the sequence and in the shard become one."""
+    """Join runs that follow each other both in the sequence and in the shard."""
     joined: list[Segment] = []
     for run in runs:
         last = joined[-1] if joined else None
@@ -226,13 +226,13 @@ def _joined(runs: Sequence[Segment]) -> list[Segment]:
 
 
 def tiles_of(whole: Tile, q_runs: Sequence[Segment], kv_runs: Sequence[Segment]) -> list[Tile]:
-    """The tiles with at least one visible pair, by positions; each has only the masks it needs.
+    """Return the tiles with a visible pair (by positions), each with only the masks it needs.
 
     Runs of different documents are never paired: the work grows with the documents, not with
     their square.
 
     Args:
-        whole: Carries mask, dropout and scale; its own runs do not matter.
+        whole: A tile with the mask, dropout and scale; its own runs do not matter.
         q_runs: The queries of a shard.
         kv_runs: The keys of a shard.
     """
@@ -249,7 +249,7 @@ def tiles_of(whole: Tile, q_runs: Sequence[Segment], kv_runs: Sequence[Segment])
 
 
 def blocks_of(tile: Tile, block: int | None) -> list[Tile]:
-    """`tile` cut in blocks of at most `block` queries and keys, the masked ones left out."""
+    """Cut a tile into blocks of at most `block` queries and keys, without masked blocks."""
     return [
         part
         for q in _cut(tile.q, block)
@@ -259,8 +259,8 @@ def blocks_of(tile: Tile, block: int | None) -> list[Tile]:
 
 
 def _tile(whole: Tile, q: Segment, kv: Segment) -> Tile | None:
-    """The tile of two runs of one document; None where no pair is visible."""
-    least = q.start - (kv.start + kv.length - 1)  # of the distances query - key
+    """Return the tile of two runs of one document, or None if no pair is visible."""
+    least = q.start - (kv.start + kv.length - 1)  # the least distance query - key
     most = q.start + q.length - 1 - kv.start
     if whole.causal and most < 0:
         return None

@@ -1,9 +1,9 @@
-"""Check mode: the ranks of a group compare what they are about to do before they do it.
+"""Check mode: the ranks of a group compare each call before it starts.
 
 gloo and NCCL do not compare calls. Ranks that disagree on an operation, a shape or the order of two
 calls get wrong numbers, or wait for each other until a timeout that names nobody. In check mode
-every call on a group is announced in a key-value store, and starts when all ranks announced the
-same.
+every call on a group is announced in a key-value store, and starts once all ranks have announced
+the same call.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Announcement = dict[str, Any]
 
 
 class CollectiveError(UserError, RuntimeError):
-    """Ranks of a group made different calls, or one did not come; every rank raises it."""
+    """Ranks of a group made different calls, or a rank made none; every rank raises this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckMode:
-    """That calls are compared, and how long a rank waits for the others.
+    """Settings of check mode, in which ranks compare their calls.
 
     Attributes:
-        timeout: Seconds a rank waits for the others to announce the same call. It must be longer
-            than the ranks may honestly drift apart.
+        timeout: Seconds for which a rank waits for the others to announce the same call. It must be
+            longer than the time by which ranks legitimately drift apart.
     """
 
     timeout: float = 60.0
@@ -44,12 +44,12 @@ class CheckMode:
 
 
 class Ledger:
-    """What the ranks of one world announce about their calls.
+    """The announcements of calls by the ranks of one world.
 
     Args:
-        store: Reached by all ranks; its keys are this ledger's own.
+        store: A store that all ranks reach, with keys for this ledger alone.
         rank: This process's global rank.
-        mode: How long to wait.
+        mode: Settings of check mode.
     """
 
     def __init__(self, store: dist.Store, rank: int, mode: CheckMode) -> None:
@@ -60,30 +60,30 @@ class Ledger:
         """Announce a call and wait for all of `ranks`.
 
         Returns:
-            What each rank announced under `key`.
+            Each rank's announcement under `key`.
 
         Raises:
             CollectiveError: A rank did not come in time, or another rank found a difference.
         """
         self.announce(f"{key}/{self.rank}", own)
         found = self._collect({rank: f"{key}/{rank}" for rank in ranks}, own)
-        # All have come to this call, so all have read the one before it: ours is of no more use.
+        # All ranks are at this call, so all have read the previous announcement: delete ours.
         name, _, number = key.rpartition("/")
         if int(number) > 0:
             self._store.delete_key(f"{name}/{int(number) - 1}/{self.rank}")
         return found
 
     def announce(self, key: str, own: Announcement) -> None:
-        """Say what this rank does next, without waiting."""
+        """Announce this rank's next call, without waiting."""
         self._store.set(key, json.dumps(own))
         self._store.set(f"last/{self.rank}", json.dumps(own))
 
     def peek(self, key: str) -> Announcement | None:
-        """Return what was announced under `key`, if it was."""
+        """Return the announcement under `key`, or None."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def meet(self, peer: int, key: str, own: Announcement) -> Announcement:
-        """Wait for what one other rank announces under `key`, for this rank alone to read."""
+        """Wait for another rank's announcement under `key`, which only this rank reads."""
         found = self._collect({peer: key}, own)[peer]
         self._store.delete_key(key)
         return found
@@ -101,7 +101,7 @@ class Ledger:
         return here[0]
 
     def fail(self, text: str) -> CollectiveError:
-        """Tell all ranks, wherever they are, and make the error for this one."""
+        """Report a failure to all ranks, and return the error to raise on this one."""
         self._store.set(_FAILED, text)
         return CollectiveError(text)
 
@@ -117,7 +117,7 @@ class Ledger:
                 raise self.fail(self._absence(keys, own))
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        self._raise_failure()  # a rank that comes late finds the others gone
+        self._raise_failure()  # a late rank learns that the others have failed
 
     def _raise_failure(self) -> None:
         if self._store.check([_FAILED]):
@@ -137,14 +137,14 @@ class Ledger:
 
 
 def describe(call: Announcement) -> str:
-    """Describe one call in words: what, on what, in which group, from where."""
+    """Describe a call in words: operation, tensors, group and place in the code."""
     details = [f"{name} {value}" for name, value in call["what"].items() if value not in (None, [])]
     inside = f"({', '.join(details)})" if details else ""
     return f"{call['op']}{inside}, call {call['number']} of group {call['group']}, at {call['at']}"
 
 
 def difference(calls: dict[int, Announcement]) -> str | None:
-    """Say what the ranks disagree on, in words; None if they agree."""
+    """Return the difference between the ranks in words, or None if they agree."""
     by_call: dict[str, list[int]] = {}
     for rank, call in calls.items():
         by_call.setdefault(json.dumps([call["op"], call["what"]]), []).append(rank)
@@ -158,7 +158,7 @@ def difference(calls: dict[int, Announcement]) -> str | None:
 
 
 def _unequal_splits(calls: dict[int, Announcement]) -> str | None:
-    """Say which rank expects from another what that one does not send."""
+    """Return in words which rank expects rows that another rank does not send."""
     ranks = sorted(calls)
     for i, sender in enumerate(ranks):
         for j, receiver in enumerate(ranks):

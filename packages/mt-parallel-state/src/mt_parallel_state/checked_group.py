@@ -64,7 +64,7 @@ def _row_splits(
 
 
 class CheckedGroup(dist.ProcessGroup):
-    """A group that stands in front of another one and is used like it.
+    """A group that wraps another group, compares its calls and is used like it.
 
     `torch.distributed` calls the methods below on any group it is given, so every function that
     takes a `group=` works. Functional collectives, compiled graphs and a DeviceMesh use the inner
@@ -74,9 +74,9 @@ class CheckedGroup(dist.ProcessGroup):
     Args:
         inner: The group that does the work.
         ranks: Its global ranks.
-        axes: What errors call it. Ranks may have asked for the group under different names, so
-            announcements are found by its ranks.
-        ledger: Where the ranks announce their calls.
+        axes: Name of the group in errors. Ranks may have asked for the group under different names,
+            so announcements are keyed by its ranks.
+        ledger: The ranks' announcements of their calls.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CheckedGroup(dist.ProcessGroup):
         self._calls = 0
         self._messages: dict[tuple[int, int], int] = {}
 
-    # What torch.distributed calls has several names across its versions.
+    # Versions of torch.distributed call these methods by different names.
     allreduce = _checked("allreduce", lambda tensors, *_: tensors)
     allreduce_coalesced = _checked("allreduce_coalesced", lambda tensors, *_: tensors)
     broadcast = _checked("broadcast", lambda tensors, *_: tensors)
@@ -120,7 +120,7 @@ class CheckedGroup(dist.ProcessGroup):
     )
 
     def getGroupName(self) -> str:  # noqa: N802 - what C++ calls, for `group_name` too
-        """Return the inner group's, so what is done by name is done there."""
+        """Return the inner group's name, so that calls by name go to the inner group."""
         return self.inner.group_name
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Any:
@@ -134,7 +134,7 @@ class CheckedGroup(dist.ProcessGroup):
         return _CheckedWork(self.inner.recv(tensors, srcRank, tag), message)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
-        """Receive from the rank that is the first to announce a message to this one."""
+        """Receive from the first rank to announce a message to this rank."""
         return _AnySource(self, tensors, tag)
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -193,7 +193,7 @@ class _Message:
         ours, theirs = ("send", "recv") if call["op"] == "send" else ("recv", "send")
         self._theirs, self._met = f"{key}/{theirs}", False
         ledger.announce(f"{key}/{ours}", call)
-        # If the other side was here first, a wrong size is refused before it can do harm.
+        # If the other side came first, refuse a wrong size before the transfer can do harm.
         self._compare(ledger.peek(self._theirs))
 
     def meet(self) -> None:
@@ -226,7 +226,7 @@ class _CheckedWork:
 
 
 class _AnySource:
-    """A receive whose sender is found when it is waited for, and which then is like any other."""
+    """A receive from any rank, whose sender is found when the receive is waited for."""
 
     def __init__(self, group: CheckedGroup, tensors: list[Tensor], tag: int) -> None:
         self._group, self._tensors, self._tag = group, tensors, tag
@@ -246,7 +246,7 @@ class _AnySource:
 
 
 class _OneByOne:
-    """A backend that does not coalesce, so that each transfer of a batch is seen."""
+    """A backend that does not coalesce, so that each transfer of a batch can be compared."""
 
     supports_coalescing = False
 

@@ -1,4 +1,4 @@
-"""Where weight gradients go, between the layers that compute them and those who want them."""
+"""Sinks and stores of weight gradients, between layers and the code that consumes them."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ if TYPE_CHECKING:
 
 
 class GradSink(Protocol):
-    """Where one parameter's gradients are summed, in place of autograd.
+    """A buffer that sums one parameter's gradients instead of autograd.
 
-    Whoever computes a gradient calls `begin`, writes, and calls `end`.
+    The code that computes a gradient calls `begin`, writes the gradient, and calls `end`.
     """
 
     def begin(self) -> tuple[Tensor, bool]:
-        """Return where the gradient goes, and whether to add it there or to replace what is there.
+        """Return the buffer of the gradient, and whether to add to it or to overwrite it.
 
         Shape:
-            That of the parameter.
+            As the parameter.
         """
         ...
 
     def end(self) -> None:
-        """Say that the gradient is there."""
+        """Report that the gradient is written."""
         ...
 
 
 class WgradStore:
-    """The switch that has layers leave their weight gradients for later.
+    """A switch with which layers defer their weight gradients.
 
-    A model's layers are given one store when they are built. Their backward asks it: inside of
-    `deferring` it makes the input gradients only, which the pipeline stage before waits for, and
-    the weight gradients fill the time in which there is nothing else to do (zero-bubble schedules,
-    Qi et al. 2023). Inputs and output gradients are kept until then.
+    A model's layers share one store. Inside `deferring`, their backward makes only the input
+    gradients, for which the previous pipeline stage waits. The weight gradients are computed later,
+    when the rank would be idle (zero-bubble schedules, Qi et al. 2023); inputs and output gradients
+    are kept until then.
 
     Example:
         >>> store = WgradStore()
@@ -53,11 +53,11 @@ class WgradStore:
 
     @property
     def active(self) -> bool:
-        """Whether weight gradients are to be left for later now."""
+        """Whether layers defer their weight gradients now."""
         return self._queue is not None
 
     def put(self, compute: Callable[[], None], /) -> None:
-        """Have `compute` called later; it adds to a parameter's gradient.
+        """Queue `compute`, which adds to a parameter's gradient.
 
         Raises:
             RuntimeError: The store is not active.
@@ -71,7 +71,7 @@ class WgradStore:
         """Collect weight gradients inside the block.
 
         Yields:
-            A function that computes what was collected, oldest first, and lets go of each.
+            A function that computes the collected gradients, oldest first, and frees their inputs.
 
         Raises:
             RuntimeError: The store is collecting already.

@@ -89,7 +89,7 @@ def nccl_options(options: GroupOptions | None, timeout: timedelta | None) -> Any
 
 @contextmanager
 def _not_split_from(default: dist.ProcessGroup) -> Iterator[torch.device | None]:
-    """Hide the device that the world is bound to, and yield it: torch splits what is bound."""
+    """Hide and yield the world's bound device: torch would split a bound communicator."""
     device = default.bound_device_id
     if device is None:
         yield None

@@ -70,7 +70,7 @@ def must_launch(nproc: int, env: DistributedEnv) -> bool:
     """Tell whether `nproc` local ranks are still to be started, and check that they can be.
 
     Args:
-        nproc: The number of processes that was asked for on the command line, 1 by default.
+        nproc: The number of processes from the command line, 1 by default.
         env: This process's place; a launcher may have started the processes already.
 
     Raises:

@@ -48,7 +48,7 @@ def launch(module: str, args: Sequence[str], nproc: int) -> int:
     Returns:
         0 if every rank exited with 0; 75 if the others exited with 75; else the exit code of the
         first rank that failed (128 + the signal number if a signal killed it), which is named on
-        stderr unless it ended by the signal that was passed on.
+        stderr unless the forwarded signal ended it.
     """
     check_type("module", module, str)
     check_type("nproc", nproc, int)
@@ -129,7 +129,7 @@ def _supervise(ranks: list[subprocess.Popen[bytes]], noted: list[int]) -> int:
 def _first_failure(ranks: list[subprocess.Popen[bytes]], *, insisted: bool) -> int | None:
     """Return the rank that failed; a signal goes first, being the cause of the others' errors.
 
-    A rank that was killed here, as somebody insisted on a stop, did not fail.
+    A rank that this process killed after a second signal did not fail.
     """
     sound = (0, STOPPED, -signal.SIGKILL) if insisted else (0, STOPPED)
     codes = [(process.poll() or 0, rank) for rank, process in enumerate(ranks)]

@@ -1,4 +1,4 @@
-"""How a parameter of any number of dims is made of matrices."""
+"""The matrices in a parameter of any number of dims."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSpec:
-    """Which dims of a weight are rows (outputs), which are columns (inputs), and what is fused.
+    """The dims of a weight that are rows (outputs) and columns (inputs), and its fused parts.
 
-    What works on whole matrices reads it: Muon and Shampoo-like optimizers, low-rank methods.
+    Methods that work on whole matrices read it: Muon, Shampoo-like optimizers, low-rank methods.
 
     Attributes:
-        in_dims: How many trailing dims are the columns; those before are the rows.
-        part_dim: The dim along which several matrices lie in one weight, which no axis may split.
-        parts: How much of it each of them has; the sum is the size of the dim.
+        in_dims: Number of trailing dims that are columns; the dims before are rows.
+        part_dim: The dim along which a fused weight has several matrices. No axis may split it.
+        parts: Size of each matrix along that dim; their sum is the size of the dim.
 
     Example:
         >>> spec = MatrixSpec(part_dim=1, parts=(4, 1, 1))  # [kv_groups, 4 + 2, head_dim, hidden]
@@ -51,7 +51,7 @@ class MatrixSpec:
         """Return the parts of a tensor of the weight's shape, as views of it.
 
         Raises:
-            ValueError: The parts are not those of the tensor.
+            ValueError: The parts do not fit the tensor.
         """
         if self.part_dim is None:
             return (x,)

@@ -15,15 +15,15 @@ from mt_parallel_state.layout import ParallelLayout
 
 @dataclass(frozen=True, kw_only=True)
 class GroupOptions:
-    """Settings of the groups of one axes string; what is None keeps the library's default.
+    """Settings of the groups of one axes string; None keeps the library's default.
 
     Attributes:
-        timeout: Of this group's collectives; also gloo's.
-        high_priority: NCCL runs the group on a high-priority stream (for what the next layer waits
-            for, such as expert all-to-all).
-        min_ctas: Fewest thread blocks that NCCL uses.
-        max_ctas: Most of them; fewer leave more of the GPU to the overlapped computation.
-        cluster_size: Thread blocks in an NCCL cluster (Hopper and later).
+        timeout: Timeout of this group's collectives, of gloo too.
+        high_priority: Whether NCCL runs the group on a high-priority stream, for communication that
+            the next layer needs, such as expert all-to-all.
+        min_ctas: Smallest number of thread blocks that NCCL uses.
+        max_ctas: Largest number; fewer leave more of the GPU to overlapped computation.
+        cluster_size: Number of thread blocks in an NCCL cluster (Hopper and later).
         net_name: NCCL's network plugin.
 
     Raises:

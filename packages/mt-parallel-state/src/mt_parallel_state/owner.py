@@ -28,11 +28,11 @@ def is_owner(
     Args:
         sharding: The parameter's record.
         layout: The layout of the ranks.
-        rank: One that holds the parameter.
-        peers: Where the parameter is split further, beyond what the record says (ZeRO): the ranks,
-            `rank` among them, that have different parts of what each would hold by the record.
-        replica: The rank's place among groups of peers that are copies of each other (hybrid
-            sharding), which the axes of the layout don't show.
+        rank: A rank that holds the parameter.
+        peers: Ranks, including `rank`, that split the parameter further than its record says
+            (ZeRO); each holds a different part.
+        replica: The rank's index among copies of the group of peers (hybrid sharding), which the
+            axes of the layout do not show.
 
     Example:
         >>> [is_owner(ParamSharding(), ParallelLayout(tp=2, dp=2), rank) for rank in range(4)]

@@ -204,7 +204,7 @@ def _check_box(local: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[in
 def _runs(
     local: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, int]:
-    """Split a box into runs that are contiguous in the global array: starts and length."""
+    """Return the starts and the length of a box's contiguous runs in the global array."""
     run, first, stride = 1, 0, 1
     dim = len(local)
     while dim > 0:  # trailing dims that the box covers whole, and the first one it does not

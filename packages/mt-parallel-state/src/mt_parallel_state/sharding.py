@@ -23,18 +23,17 @@ class ParamSharding:
     """How a parameter is split, and what its gradient still misses.
 
     Attributes:
-        spec: Which axes split which dims.
+        spec: The axes that split each dim.
         partial_grad: Axes over which the gradient arrives as a partial sum and must be SUMmed
             before use: `("tp",)` for a replicated norm weight applied to sequence shards,
             `("embedding",)` for a tied embedding on the first and last pipeline stage,
-            `("pp",)` for what every stage has a copy of,
+            `("pp",)` for a parameter that every stage has a copy of,
             `("mirror",)` for a stage that a bidirectional schedule has on two ranks.
             Data-parallel reduction is not listed; every parameter needs it.
         is_copy: Another pipeline rank owns this parameter (the head's copy of a tied embedding,
             the second direction's copy of a stage).
             A copy is neither counted in norms nor written to checkpoints.
-        matrix: Of which matrices the parameter is made; None for what is none, such as vectors and
-            tables of embeddings.
+        matrix: The matrices in the parameter; None for vectors and embedding tables.
     """
 
     spec: PartitionSpec = field(default_factory=PartitionSpec)
@@ -102,7 +101,7 @@ def shard_param(
 
 
 def mark_matrix(param: nn.Parameter, matrix: MatrixSpec | None) -> nn.Parameter:
-    """Record on `param` of which matrices it is made, and return it; the rest of it stays."""
+    """Record the matrices of `param`, and return it; the rest of its record stays."""
     setattr(param, _ATTRIBUTE, replace(sharding_of(param), matrix=matrix))
     return param
 
@@ -117,9 +116,9 @@ def shardings(module: nn.Module) -> dict[str, ParamSharding]:
     """Return the record of each parameter of `module` by its name, and keep them in the module.
 
     `copy.deepcopy`, `to_empty` and `fully_shard` make new parameters, which have no records. The
-    table stays: each submodule has the records of its own parameters, by their names in it. After
-    a first call, the next one gives them to the parameters that are there now, so that
-    `sharding_of` answers for those too. A parameter's own record wins over the table.
+    table stays: each submodule has the records of its own parameters by name. Later calls give the
+    records to new parameters, so that `sharding_of` works for these too. A parameter's own record
+    wins over the table.
     """
     check_type("module", module, nn.Module)
     found: dict[str, ParamSharding] = {}

@@ -23,18 +23,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignals:
-    """Whether this process was asked to stop, and what the next signal does.
+    """The state of stop signals: whether a stop was requested, and what the next signal does.
 
-    Outside `deferred()` a signal ends the process at once. Inside, the first one is a request, and
-    the second one ends the process at once.
+    Outside `deferred()` a signal ends the process at once. Inside, the first signal is a request,
+    and the second signal ends the process at once.
 
     Attributes:
-        requested: Whether a stop was asked for; the program acts on it at its next safe point.
-        reason: Who asked: the signal's name, or what `request` was given.
-        note: One line about what is saved and what is not, said on stderr when a signal ends the
-            process at once. Empty says nothing.
-        answer: One line about what happens next, said on stderr when a signal asks.
-        exit_code: Of a process that a signal ends at once; None is 128 + the signal's number.
+        requested: Whether a stop was requested; the program acts on it at its next safe point.
+        reason: The signal's name, or the argument of `request`.
+        note: A line for stderr when a signal ends the process at once, such as whether the state
+            was saved. Empty prints nothing.
+        answer: A line for stderr when a signal requests a stop.
+        exit_code: Exit code when a signal ends the process at once; None is 128 + its number.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class StopSignals:
         self._asked = False
 
     def request(self, reason: str) -> None:
-        """Ask for a stop for a reason of the program's own, e.g. that its console is gone."""
+        """Request a stop from inside the program, e.g. because its console is gone."""
         if not self.requested:
             self.requested, self.reason = True, reason
 
@@ -81,16 +81,16 @@ def _say(name: str, text: str) -> None:
 def stop_signals() -> Iterator[StopSignals]:
     """Listen to SIGTERM, SIGINT and SIGHUP while the block runs.
 
-    A signal that is ignored when the block begins stays ignored (`nohup`). A SIGHUP right after
-    another signal counts as the same one: the kernel and the shell both send it when a terminal
-    closes. A process that is forked inside the block has the handlers of before. Outside the main
-    thread, where Python allows no handlers, the block runs without listening.
+    Signals that were already ignored stay ignored (`nohup`). A SIGHUP right after another signal
+    counts as the same signal, since the kernel and the shell both send it when a terminal closes.
+    Processes forked inside the block have the previous handlers. Outside the main thread, where
+    Python allows no handlers, the block runs without listening.
 
     Example:
         with stop_signals() as stop:
             stop.note = "nothing was trained yet, so nothing is saved"
             join_and_read_data()  # a signal ends the process here, with the note
-            with stop.deferred():  # here the first one only asks
+            with stop.deferred():  # here the first signal is only a request
                 while not stop.requested:
                     train_step()
                 save()
@@ -103,10 +103,10 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @contextmanager
 def signals_to(act: Callable[[int], None]) -> Iterator[None]:
-    """Call `act` with the number of each stop signal as it comes, once for each.
+    """Call `act` once for each stop signal, with the signal's number.
 
-    It is called in another thread, or in the main thread if that is quicker: a signal that this
-    process sends to itself has been acted on when the sending call returns.
+    The call is in another thread, or in the main thread if that is quicker. When this process sends
+    a signal to itself, `act` has run before the sending call returns.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -37,15 +37,15 @@ class ParallelState:
             initialised).
         device: The device of this rank; `None` is the current CUDA device where the process
             group can use one, else the CPU.
-        timeout: Of the collectives in these groups; `None` is torch's default.
+        timeout: Timeout of the collectives in these groups; `None` is torch's default.
         check: Compares every call on these groups between its ranks before it starts (see
             `CheckMode`); for finding errors, slow.
-        offset: Where the layout begins in the world, for several models side by side. Ranks outside
-            build no state for it.
-        options: How the groups of an axes string are made, e.g. `{"ep":
-            GroupOptions(high_priority=True)}`. They belong to the ranks: a group has them under
-            whichever name it is asked for. Levels and blocks have those of the axes they are cut
-            from, unless their own ranks have a name in here.
+        offset: First world rank of the layout, for several models side by side. Ranks outside the
+            layout build no state for it.
+        options: Options of the groups of an axes string, e.g. `{"ep":
+            GroupOptions(high_priority=True)}`. They belong to the list of ranks, under any name.
+            Levels and blocks inherit the options of their axes, unless the options name their own
+            ranks.
 
     Raises:
         ValueError: The layout does not fit the world, this process is outside it, `rank` is
@@ -82,7 +82,7 @@ class ParallelState:
         self.device = _device(device)
         self._timeout, self._closed = timeout, False
         self._options = {tuple(self.ranks(axes)): given for axes, given in options.items()}
-        # By ranks: the group, the name for which it was made, and how.
+        # Key: ranks. Value: the group, the name for which it was made, and its options.
         self._groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, str, GroupOptions | None]] = {}
         self._checked: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._coordinates = layout.coordinates(self.rank)
@@ -130,7 +130,7 @@ class ParallelState:
         the same call.
 
         Raises:
-            ValueError: A level is a group that was made with other options, see `options`.
+            ValueError: A level's group exists with other options, see `options`.
             RuntimeError: The state is closed.
         """
         levels = cut_into_levels(self.ranks(axes), sizes)
@@ -143,7 +143,7 @@ class ParallelState:
         `size` is a power of two, or all ranks: that block is the group of `axes` itself.
 
         Raises:
-            ValueError: The block is a group that was made with other options, see `options`.
+            ValueError: The block's group exists with other options, see `options`.
             RuntimeError: The state is closed.
         """
         own = next(block for block in blocks(self.ranks(axes), size) if self.rank in block)

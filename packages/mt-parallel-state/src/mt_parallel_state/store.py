@@ -59,9 +59,8 @@ def host_on_loopback(port: int = 0) -> TCPStore:
 def meet(env: DistributedEnv, timeout: timedelta) -> dist.Store:
     """Connect to the store of `env` and wait until every rank has.
 
-    Whoever waits for long says on the logger `mt_parallel_state` for which ranks: the first of
-    those that are here, and every rank while there is no store yet. All waiting is done in Python,
-    so that signals are heard.
+    After a while the first rank to arrive logs (`mt_parallel_state`) which ranks are missing; every
+    rank logs while there is no store. All waiting is done in Python, so that signal handlers run.
 
     Raises:
         JoinError: There is no store or a rank is missing when the time is up.
