@@ -78,9 +78,9 @@ def adamw_(
     factor: Tensor | None = None,
     kernel: str = AUTO,
 ) -> None:
-    """Step all tensors in place: masters, moments, and the parameters that are rounded from these.
+    """Step masters and moments in place, and round the parameters from the masters.
 
-    The arithmetic is that of `torch.optim.AdamW`, in the dtype of the masters.
+    The arithmetic equals `torch.optim.AdamW`, in the dtype of the masters.
 
     Args:
         state: The tensors, contiguous.

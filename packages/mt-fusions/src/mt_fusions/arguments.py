@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def check_floating(name: str, x: object) -> None:
-    """Raise TypeError for what is no tensor of floating numbers."""
+    """Raise TypeError unless the value is a floating-point tensor."""
     check_type(name, x, Tensor)
     if isinstance(x, Tensor) and not x.is_floating_point():
         raise TypeError(f"{name} must have a floating dtype, got {x.dtype}")

@@ -35,5 +35,5 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What is computed in: fp32, or fp64 for fp64."""
+    """Return the dtype of the arithmetic: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What the kernels of this package share: the fused one of each device, and obstacles."""
+"""The implementations of an operator for each device, and the candidate `fused`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def implementations(
 
 
 def fused_kernel(x: Tensor) -> str:
-    """Name the kernel that is not the reference and is made for a tensor's device.
+    """Return the name of the fused implementation for a tensor's device.
 
     On a CPU it is "cpu", but for fp32 "triton" in eager mode where Triton interprets kernels; other
     dtypes its interpreter does not round.
@@ -62,7 +62,7 @@ def fused_kernel(x: Tensor) -> str:
 
 
 def width_obstacle(width: int, limit: int = 16384) -> str | None:
-    """Refuse rows that one program can't hold in registers."""
+    """Return why a Triton program cannot hold a row in registers, or None."""
     return None if width <= limit else f"rows of {width} elements are longer than {limit}"
 
 

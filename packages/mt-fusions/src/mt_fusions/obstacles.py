@@ -1,4 +1,4 @@
-"""Which kernels an operation has, and why one does not serve."""
+"""The implementations of each operation, and why one cannot serve."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ KERNELS: Mapping[str, Registry[Any]] = {
 
 
 def obstacles(operation: str, *tensors: Any) -> dict[str, str | None]:
-    """Say for each kernel of an operation why it can't serve some tensors; None if it can.
+    """Return for each implementation of an operation why it cannot serve some tensors, or None.
 
-    The first that can is what `kernel="auto"` takes.
+    `kernel="auto"` selects the first one that can.
 
     Args:
-        operation: Its name, such as "rms_norm".
-        tensors: Its first arguments.
+        operation: Name of the operation, such as "rms_norm".
+        tensors: The first arguments of the operation.
 
     Raises:
         ValueError: There is no such operation.

@@ -1,4 +1,4 @@
-"""Operators that torch knows: traced as one node, with a gradient that is one too."""
+"""Operators registered with torch: one node in a trace, and one for the gradient."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def operator(
     seconds in every process.
 
     Args:
-        name: In its namespace.
+        name: Name in its namespace.
         schema: Arguments and results.
-        run: Computes it; no result shares memory with an argument.
-        fake: Makes results of the right shape, dtype and strides without computing.
-        setup: Keeps what the gradient needs, as of `torch.library.register_autograd`.
-        gradient: Of the arguments; None means that it has none, and asked for one it raises
-            RuntimeError.
-        namespace: In `torch.ops`, the package's name.
+        run: Computes the results, which share no memory with the arguments.
+        fake: Returns results of the right shape, dtype and strides without computing them.
+        setup: Saves tensors for the gradient, as in `torch.library.register_autograd`.
+        gradient: Computes the gradients of the arguments. None means that the operator is not
+            differentiable, and differentiating it raises RuntimeError.
+        namespace: Namespace in `torch.ops`, the package's name.
     """
     path = f"{namespace}::{name}"
     run = run if gradient is not None else _without_gradient(path, run)

@@ -22,10 +22,9 @@ class Permuted(NamedTuple):
     """Tokens sorted by experts.
 
     Attributes:
-        rows: A row for each choice of each token; those of expert 0 first, and those of one expert
-            in the order of tokens.
-        places: The row of each choice of each token: what `unpermute` takes.
-        counts: Rows of each expert; 0 for one that nobody chose.
+        rows: One row per token and choice, sorted by expert, and by token within an expert.
+        places: The row index of each choice of each token, for `unpermute`.
+        counts: Number of rows of each expert.
 
     Shape:
         rows: [T * k, H]; places: [T, k]; counts: [num_experts], both int64.
@@ -83,7 +82,7 @@ def unpermute(
 
     Args:
         rows: What became of the rows of `permute`.
-        places: Of `permute`; each row is there once.
+        places: The places that `permute` returned; each row occurs once.
         weights: The router's share of each choice, of any floating dtype; None for 1.
         kernel: "auto", or one of "cpu", "triton" and "reference" by name.
 

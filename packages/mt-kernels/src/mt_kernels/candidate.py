@@ -35,13 +35,13 @@ class Candidate(Generic[F]):
 
 @dataclass(frozen=True)
 class Choice(Generic[F]):
-    """The candidate that computes an operation, and why it was taken.
+    """The chosen candidate of an operation, and the reason.
 
     Attributes:
         operation: Name of the operation.
-        candidate: The candidate that was taken.
-        reason: Why it was taken.
-        others: Name and reason of each candidate that was passed over.
+        candidate: The chosen candidate.
+        reason: Why it was chosen.
+        others: Name and obstacle (or drawback) of each rejected candidate.
 
     Example:
         >>> print(Choice("norm", Candidate("plain", abs), "the first", (("fast", "odd width"),)))

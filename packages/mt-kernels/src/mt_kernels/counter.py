@@ -1,8 +1,8 @@
 """Random bits that depend on a key and a counter, and on no generator's state.
 
-The mixing follows splitmix64 (Steele, Lea & Flood, 2014), with the key as two words. All arithmetic
-is that of 64-bit integers, so the bits are equal on every device and for every way of cutting a
-tensor. A kernel in Triton repeats the steps with the same constants.
+The mixing follows splitmix64 (Steele, Lea & Flood, 2014), with the key as two words. It uses 64-bit
+integer arithmetic only, so the bits are equal on every device and for every sharding of a tensor. A
+Triton kernel repeats the steps with the same constants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def random_bits(key: int | Tensor, index: Tensor, *, bits: int = 24) -> Tensor:
     """Return random bits for each counter.
 
     Args:
-        key: 63 bits; or a tensor of them, int64 [], for graphs that are replayed with other keys.
+        key: A 63-bit integer, or an int64 tensor [] for a graph to replay with other keys.
         index: int64 counters, for example the global element index. Not modified.
         bits: Number of bits, up to 64.
 

@@ -24,11 +24,11 @@ def eager_obstacle(*_: Any) -> str | None:
 
 
 def triton_obstacle(x: Tensor, *_: Any, any_dtype: bool = False) -> str | None:
-    """Return why Triton's compiler, or its interpreter where that is on, cannot serve a tensor.
+    """Return why Triton (compiled or interpreted) cannot compute a tensor, or None.
 
     Args:
         x: The tensor.
-        any_dtype: Do not refuse dtypes that Triton's kernels here do not compute in fp32.
+        any_dtype: Accept any dtype, not only those with fp32 arithmetic.
     """
     if not _is_installed():
         return "triton is not installed"

@@ -33,8 +33,8 @@ def flex_attention(
         mask: A `BlockMask`; None allows all pairs.
         scale: Factor of the scores.
         softcap: Scores become `softcap * tanh(score / softcap)`; None leaves them.
-        backend: Of `torch.compile`. None computes all scores unfused, on any device; torch has no
-            backward of that on a CPU. Inside a compiled graph flex attention is traced with it.
+        backend: Backend of `torch.compile`. None computes all scores unfused, on any device (torch
+            has no backward for it on a CPU). Inside a compiled graph this function is traced.
 
     Shape:
         q: [B, N, S, D]; k: [B, G, T, D]; v: [B, G, T, V]. Returns [B, N, S, V] and [B, N, S].

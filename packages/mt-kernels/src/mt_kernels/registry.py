@@ -18,17 +18,17 @@ GROUP = "mt.kernels"
 
 
 class KernelError(UserError, ValueError):
-    """No candidate has the name that was asked for, or it does not serve, or none does."""
+    """The requested candidate does not exist or cannot serve, or no candidate can."""
 
 
 @dataclass(frozen=True)
 class Registry(Generic[F]):
     """The candidates of one operation, in order of preference.
 
-    `auto` takes the first of `candidates` that has neither an obstacle nor a drawback. A name takes
-    that candidate or raises; nothing else is taken silently. Installed packages add candidates
-    through the entry-point group `mt.kernels`, under the key `<operation>.<name>`. Those are found
-    by name only, so that an installation changes no result of `auto`.
+    `auto` selects the first candidate without an obstacle or a drawback. A name selects that
+    candidate or raises; there is no silent fallback. Installed packages add candidates through the
+    entry-point group `mt.kernels`, under the key `<operation>.<name>`. They are selected by name
+    only, so installing a package never changes what `auto` selects.
 
     Attributes:
         operation: Name of the operation, in messages and in entry points.
@@ -48,7 +48,7 @@ class Registry(Generic[F]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that may be asked for: `auto`, the own candidates, those of other packages."""
+        """The valid names: `auto`, the candidates here, and the candidates of other packages."""
         own = [candidate.name for candidate in self.candidates]
         return AUTO, *dict.fromkeys((*own, *_entry_points(self.operation)))
 
@@ -58,10 +58,10 @@ class Registry(Generic[F]):
         return replace(self, candidates=(candidate, *others))
 
     def get(self, name: str) -> Candidate[F]:
-        """Return the candidate of a name, which may be that of an entry point.
+        """Return the candidate with a name, from the registry or from an entry point.
 
         Raises:
-            KernelError: There is none; the message has the known names.
+            KernelError: There is no such candidate; the message lists the known names.
         """
         for candidate in self.candidates:
             if candidate.name == name:
@@ -100,7 +100,7 @@ class Registry(Generic[F]):
         raise KernelError(f"kernel {name!r} of {self.operation} does not serve: {why}; {way_out}")
 
     def choose(self, name: str, *args: Any) -> Choice[F]:
-        """Return what `find` returns, with the reason and those of the others."""
+        """Return the candidate that `find` selects, with the reasons."""
         candidate = self.find(name, *args)
         if name != AUTO:
             return Choice(self.operation, candidate, "asked for")

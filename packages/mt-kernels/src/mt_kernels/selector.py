@@ -14,7 +14,7 @@ F = TypeVar("F")
 
 
 class Selector(Generic[F]):
-    """The choice of one module, made again when device, dtype, `key` or mode change.
+    """A module's choice, repeated only when the device, dtype, `key` or mode changes.
 
     Args:
         registry: The candidates.
@@ -43,9 +43,9 @@ class Selector(Generic[F]):
         """Return the candidate for some arguments.
 
         Args:
-            x: The tensor whose device and dtype decide, also the first argument of obstacles.
-            args: The other arguments of obstacles. They are looked at when a search is made.
-            key: What else obstacles depend on; another value makes a new search.
+            x: A tensor with the device and dtype; also the first argument of obstacles.
+            args: The other arguments of obstacles, used only when a search is made.
+            key: A value for everything else that obstacles depend on; a new value starts a search.
 
         Raises:
             KernelError: As of `Registry.find`.

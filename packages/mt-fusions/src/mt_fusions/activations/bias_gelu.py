@@ -26,7 +26,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, kernel: str = AUTO) -> Tensor:
 
     Args:
         x: Any strides; the result is contiguous.
-        bias: Of any floating dtype.
+        bias: Any floating dtype.
         kernel: "auto", or one of "cpu", "triton" and "reference" by name.
 
     Shape:
@@ -42,8 +42,7 @@ def bias_gelu(x: Tensor, bias: Tensor, *, kernel: str = AUTO) -> Tensor:
 def bias_gelu_tanh(x: Tensor, bias: Tensor, *, kernel: str = AUTO) -> Tensor:
     """`gelu(x + bias)` by tanh, as torch's `approximate="tanh"`: up to 5e-4 from `bias_gelu`.
 
-    It is what Megatron-LM's fused bias-GELU computes. Arguments and errors are those of
-    `bias_gelu`.
+    Megatron-LM's fused bias-GELU computes the same. See `bias_gelu` for arguments and errors.
     """
     return _bias_gelu(x, bias, "gelu_tanh", kernel)
 
@@ -70,7 +69,7 @@ def _reference_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> Gra
 
 
 def _cpu_forward(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    """By torch's kernels, in blocks."""
+    """Compute with torch's kernels in blocks."""
     out, how = x.new_empty(x.shape), _approximate(kind)
     shift = bias.to(wide_dtype(x.dtype))
     for part, into in row_blocks(as_rows(x), as_rows(out)):

@@ -83,7 +83,7 @@ def quick_geglu(
 ) -> Tensor:
     """`gate * sigmoid(1.702 gate) * (up + up_offset)`: GPT-OSS has a clamp of 7 and an offset of 1.
 
-    The arguments are those of `swiglu`.
+    See `swiglu` for the arguments.
     """
     return _gated("gelu_quick", gate, up, weight, clamp, up_offset, kernel)
 
@@ -181,7 +181,7 @@ def _is_plain(up: Tensor | None, weight: Tensor | None, how: How) -> bool:
 
 
 def _cpu_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How) -> Tensor:
-    """By the reference, in blocks."""
+    """Compute the reference in blocks."""
     out = gate.new_empty(gate.shape)
     for y, *block in _blocks(out, gate, up, weight):
         y.copy_(_reference(*_named(block, up, weight), how))
@@ -206,7 +206,7 @@ def _cpu_backward(
 
 
 def _blocks(*tensors: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of those that are there, as rows; what has one number for each row has no columns."""
+    """Yield blocks of rows of the given tensors; a tensor with one number per row stays 1-D."""
     dims = max(x.dim() for x in tensors if x is not None)
     return row_blocks(
         *(as_rows(x) if x.dim() == dims else x.reshape(-1) for x in tensors if x is not None)

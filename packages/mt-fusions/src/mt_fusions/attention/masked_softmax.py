@@ -36,7 +36,7 @@ def masked_softmax(
 
     Args:
         scores: Any strides; the result is contiguous.
-        mask: Of bool, True where a query may look, as torch's attention has it.
+        mask: Boolean mask, True where a query sees a key, as in torch's attention.
         scale: Multiplies the scores, not the sinks.
         causal: A query looks no further than its own place, where the last query's place is that
             of the last key.

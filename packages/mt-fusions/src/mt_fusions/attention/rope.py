@@ -67,7 +67,7 @@ def apply_rope(
 
 
 def turn_reference(x: Tensor, cos: Tensor, sin: Tensor, how: Sequence[bool]) -> Tensor:
-    """Turn the first channels of each head, or the gradient of what was turned.
+    """Rotate the first channels of each head, or rotate a gradient back.
 
     Args:
         x: Tokens before heads.
@@ -93,7 +93,7 @@ def turn_reference(x: Tensor, cos: Tensor, sin: Tensor, how: Sequence[bool]) -> 
 
 
 def _pairs(x: Tensor, *, interleaved: bool) -> Pair:
-    """Views of the first and the second channel of all pairs."""
+    """Return views of the first and the second channel of all pairs."""
     if interleaved:
         return x[..., 0::2], x[..., 1::2]
     half = x.shape[-1] // 2
@@ -101,7 +101,7 @@ def _pairs(x: Tensor, *, interleaved: bool) -> Pair:
 
 
 def _cpu(x: Tensor, cos: Tensor, sin: Tensor, how: Sequence[bool]) -> Tensor:
-    """By the reference, in blocks of tokens."""
+    """Compute the reference in blocks of tokens."""
     heads, size = x.shape[-2:]
     tokens = x.shape[0] * x.shape[1]
     out = x.new_empty(x.shape)

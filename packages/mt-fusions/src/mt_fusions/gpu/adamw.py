@@ -58,7 +58,7 @@ def _kernel(
 def adamw_(
     state: Any, factor: Tensor | None, numbers: Sequence[float], corrections: tuple[float, float]
 ) -> None:
-    """Step all tensors in place, those of the same dtypes in one launch."""
+    """Step all tensors in place, with one launch per combination of dtypes."""
     lr, beta_1, beta_2, eps, decay = numbers
     # Differences from 1 are made in fp64: in fp32 they would have four digits.
     how = 1 - lr * decay, lr / corrections[0], 1 - beta_1, beta_2, 1 - beta_2, corrections[1], eps

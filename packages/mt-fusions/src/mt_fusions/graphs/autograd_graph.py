@@ -22,33 +22,32 @@ R = TypeVar("R")
 
 
 class AutogradGraph(Generic[P, R]):
-    """Runs a part of what is differentiated as CUDA graphs, one forward and one backward.
+    """A differentiable callable as two CUDA graphs, for forward and backward.
 
-    For one layer, or one stage of a pipeline. Gradients go through it to its inputs and to the
-    parameters of `state`, whose hooks are called as usual. A pass that waits for its backward has a
-    slot, memory of its own, so that others may begin before it ends (1F1B); slots are captured as
-    they are needed, and free again after the backward, or when the pass is dropped. Outputs are
-    overwritten by a later pass that has the same slot.
+    Use it for one layer or one pipeline stage. Gradients flow to the inputs and to the parameters
+    of `state`, whose hooks are called as usual. A pass that waits for its backward has a slot with
+    its own memory, so that other passes may start before it ends (1F1B). Slots are captured on
+    demand and are free again after the backward, or when the pass is dropped. A later pass in the
+    same slot overwrites the outputs.
 
-    As `Graph` does, it runs the callable in the first `warmup` calls, watches the next one and its
-    backward, and captures or, on a CPU, checks from then on. Without gradients it is the callable.
-    What the callable's backward does beside returning gradients, such as adding them to a buffer,
-    is replayed too; the Python around that runs in `around`.
+    Like `Graph`, it runs the callable in the first `warmup` calls, watches the next call and its
+    backward, and then captures (on a CPU: checks). Without gradients it just calls the callable.
+    Side effects of the backward, such as adding to a gradient buffer, are replayed too; Python code
+    around them belongs in `around`.
 
     Args:
-        function: From tensors, in any nesting, to tensors in any nesting; other arguments must
-            stay as they are.
-        state: A module, or tensors by name: what is differentiated beside the inputs, or read.
-        name: Of the callable, for messages.
-        pool: Shared with other graphs.
-        warmup: Calls with gradients before one is watched, 1 or more.
+        function: Maps nested tensors to nested tensors; other arguments must stay the same.
+        state: A module or named tensors that the callable reads; they may receive gradients.
+        name: Name of the callable in messages.
+        pool: A pool to share with other graphs.
+        warmup: Number of calls with gradients before the watched one, at least 1.
         on_eager: As for `Graph`.
 
     Attributes:
-        reason: Why calls run the callable from now on; None where nothing is in the way.
-        replays: Forwards that were replayed, or stood in for a replay.
-        around: Called with True in front of each replayed backward and with False behind it; to be
-            set where there is something to do.
+        reason: Why calls run the callable directly, or None.
+        replays: Number of replayed forward passes, including stand-ins on a CPU.
+        around: A function called with True before each replayed backward and with False after it,
+            or None.
 
     Raises:
         GraphError: As for `Graph`; or a backward comes twice, or after its slot had another pass.
@@ -118,7 +117,7 @@ class AutogradGraph(Generic[P, R]):
         self._report(why)
 
     def parameters(self) -> list[Tensor]:
-        """Return what is differentiated beside the inputs."""
+        """Return the tensors of the state that need gradients."""
         return [x for _, x in tensors_of(self._state) if x.requires_grad]
 
     def call(self, inputs: StaticTensors) -> Any:
@@ -157,7 +156,7 @@ class _Lease:
 
 
 class _Slot:
-    """The memory of one pass: inputs, outputs, what is kept for backward, and gradients."""
+    """Memory of one pass: inputs, outputs, saved tensors and gradients."""
 
     def __init__(self, owner: AutogradGraph[..., Any], inputs: StaticTensors) -> None:
         self.owner, self.inputs = owner, inputs
@@ -335,7 +334,7 @@ class _Pass(torch.autograd.Function):
 
 
 def _gradients_like(outputs: Sequence[Any]) -> list[Tensor | None]:
-    """Return memory for the gradient of each output that has one."""
+    """Return memory for the gradient of each differentiable output."""
     return [
         torch.zeros_like(y) if isinstance(y, Tensor) and y.requires_grad else None for y in outputs
     ]

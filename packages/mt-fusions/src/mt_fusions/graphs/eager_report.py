@@ -11,7 +11,7 @@ class EagerReport:
     """Hands on each reason once, or raises it.
 
     Args:
-        name: Of the callable.
+        name: Name of the callable.
         on_eager: Called with a reason; None raises it.
     """
 

@@ -21,40 +21,39 @@ R = TypeVar("R")
 
 
 class Graph(Generic[P, R]):
-    """Runs a callable as a CUDA graph; on a CPU as it is, with the same rules checked.
+    """A callable as a CUDA graph; on a CPU the callable itself, with the same rules checked.
 
-    For what does not end in autograd: forward and backward of a micro-batch with `.backward()`
-    inside, a step with the optimizer, a step of decoding. `AutogradGraph` is for a part of what is
-    differentiated as a whole.
+    Use it for a complete piece of work: forward and backward of a micro-batch with `.backward()`
+    inside, a training step with its optimizer, a decoding step. For a layer inside a larger
+    differentiated function use `AutogradGraph`.
 
-    The first `warmup` calls run the callable, on a side stream, and the last of them watches it.
-    The next call captures it, and from then on calls copy their tensors into the captured
-    inputs, replay, and return the captured outputs, which the next call overwrites. A call does its
-    work once, captured or not, so what the callable changes (parameters, moments, a cache) is right
-    from the first call on. Python in it runs until the capture and never again.
+    The first `warmup` calls run the callable on a side stream, and the last of them is recorded.
+    The next call captures the graph. Later calls copy their tensors into the static inputs, replay,
+    and return the static outputs, which the next call overwrites. Every call does its work exactly
+    once, so side effects (parameters, moments, a cache) are right from the first call on. The
+    Python code inside runs until the capture and never again.
 
-    On a CPU every call runs the callable, and is held to what was watched: the same operations,
-    with the same numbers, on the same memory. What a graph would silently do wrong raises
-    `GraphError` there: a number of Python that changes, a choice made in Python, memory that moved.
-    Its results are the callable's own bits.
+    On a CPU every call runs the callable and is compared with the recording: the same operations,
+    with the same numbers, on the same memory. Anything that a graph would silently get wrong raises
+    `GraphError`: a Python number that changes, a branch in Python, memory that moved. The results
+    are bit-equal to the callable's.
 
-    Random numbers come from counters that are inputs (`mt_parallel_state.random_uniform`): what
-    draws from a generator is not captured.
+    Random numbers must come from input counters (`mt_parallel_state.random_uniform`). A callable
+    with a random generator is not captured.
 
     Args:
-        function: From tensors, in any nesting, to tensors in any nesting. Arguments that are no
-            tensors must stay as they are.
-        state: What it reads and writes beside its inputs: a module, or tensors by name. It is
-            looked at before each replay. Memory that is not named is only seen on a CPU.
-        name: Of the callable, for messages.
-        pool: Shared with other graphs.
-        warmup: Calls before the capture, 1 or more.
-        on_eager: Called once with each reason for which calls are not replayed but run the callable
-            as it is, such as `print`. None raises them.
+        function: Maps nested tensors to nested tensors. Other arguments must stay the same.
+        state: A module or named tensors that the callable reads and writes beside its inputs. Their
+            addresses are checked before each replay; unnamed memory is checked on a CPU only.
+        name: Name of the callable in messages.
+        pool: A pool to share with other graphs.
+        warmup: Number of calls before the capture, at least 1.
+        on_eager: A function such as `print`, called once with each reason why calls are not
+            replayed. None raises an error instead.
 
     Attributes:
-        reason: Why calls run the callable from now on; None where nothing is in the way.
-        replays: Calls that were replayed, or stood in for a replay.
+        reason: Why calls run the callable directly, or None.
+        replays: Number of replayed calls, including stand-ins on a CPU.
 
     Raises:
         GraphError: In a call, without `on_eager`: the callable can't be captured, or a call does

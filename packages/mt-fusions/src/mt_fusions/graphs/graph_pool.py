@@ -11,14 +11,14 @@ from mt_files import check_type
 
 
 class GraphPool:
-    """One memory pool and one side stream for all graphs that are captured with it.
+    """A memory pool and a side stream that several graphs share.
 
-    Graphs of a pool may be replayed in any order, one after the other: what one of them returns,
-    or keeps for its backward, is no other's. What is made on the way is shared.
+    The graphs of a pool may be replayed in any order, one at a time. Outputs and tensors saved for
+    backward are private to each graph; temporary memory is shared.
 
     Args:
-        slots: The most passes of an `AutogradGraph` that wait for their backward at a time, 1 or
-            more: each has memory of its own, and others run the callable.
+        slots: Maximum number of passes of an `AutogradGraph` that wait for their backward, at least
+            1. Each has its own memory; further passes run the callable directly.
     """
 
     def __init__(self, *, slots: int = 16) -> None:
@@ -31,7 +31,7 @@ class GraphPool:
 
     @contextmanager
     def aside(self, device: torch.device) -> Iterator[None]:
-        """Run what is inside on the side stream; on a CPU, as it is."""
+        """Run the block on the side stream (on a CPU, without one)."""
         if device.type != "cuda":
             yield
             return
@@ -43,7 +43,7 @@ class GraphPool:
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-        """Capture what is inside; another thread may go on allocating."""
+        """Capture the block; other threads may allocate meanwhile."""
         if self._handle is None:
             self._handle = torch.cuda.graph_pool_handle()
         how: Any = {"pool": self._handle, "capture_error_mode": "thread_local"}

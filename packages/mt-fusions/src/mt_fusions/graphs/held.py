@@ -28,7 +28,7 @@ class Held:
     """The addresses of a state and of its gradients, noted at capture and looked at before replays.
 
     Args:
-        state: What is held.
+        state: The held tensors.
         gradients: Whether gradients are held too; else autograd keeps them, outside of the graph.
     """
 
@@ -87,7 +87,7 @@ class Held:
         """Have the gradients be those that the capture left, as after a replay.
 
         Args:
-            tape: Of the run that stands in for the replay, whose new gradients are copied there.
+            tape: Tape of the stand-in run; its new gradients are copied into the held ones.
         """
         for name, x in tensors_of(self._state):
             held = self._after.get(name)

@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 
 def device_of(leaves: Iterable[Any], state: Iterable[tuple[str, Tensor]]) -> torch.device:
-    """Return the device of a callable: that of the first tensor that is on no CPU."""
+    """Return the device of the first tensor that is not on the CPU, else the CPU."""
     tensors = [*(x for x in leaves if isinstance(x, Tensor)), *(x for _, x in state)]
     devices = (x.device for x in tensors)
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
@@ -21,7 +21,7 @@ class StaticTensors:
     """What a captured callable is called with.
 
     Args:
-        leaves: Of a call, its tensors and its other arguments.
+        leaves: The tensors and the other arguments of a call.
         form: Their nesting.
         device: Where tensors are kept.
     """
@@ -61,7 +61,7 @@ class StaticTensors:
 
     @torch.no_grad()
     def take(self, leaves: Sequence[Any]) -> None:
-        """Copy the tensors of a call; what is there already stays."""
+        """Copy the tensors of a call, except those already in place."""
         for own, new in zip(self.leaves, leaves, strict=True):
             if isinstance(own, Tensor) and own.data_ptr() != new.data_ptr():
                 own.copy_(new, non_blocking=True)

@@ -28,7 +28,7 @@ Sources = Mapping[int, str]
 
 
 class GraphError(UserError, RuntimeError):
-    """What was captured in a CUDA graph would not do what the callable does."""
+    """A captured graph would not compute the same as the callable."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ def address(x: Tensor) -> int:
 
 
 class Tape(TorchDispatchMode):
-    """Records operations, or holds them to what was recorded.
+    """A recording of operations, and the check of a later run against it.
 
-    A recorded callable that is run again has to call the same operations, with the same numbers,
-    on the same memory: what it was given, what was there before, and results of the operations
-    before. Everything else is what a CUDA graph would not notice: it raises `GraphError`.
+    A later run of the callable must call the same operations, with the same numbers, on the same
+    memory: its inputs, memory from before the run, and results of earlier operations. A CUDA graph
+    would not notice any other difference, so it raises `GraphError`.
 
     Args:
-        script: Where operations go, or what they are held to.
-        name: Of the callable.
-        sources: What to call memory that was there before.
-        device: The type of the device for which the host must not wait.
+        script: The recording to write, or to compare with.
+        name: Name of the callable.
+        sources: Names of memory that existed before the run.
+        device: Type of the device that the host must not wait for.
         checks: Whether the script is complete.
     """
 
@@ -93,10 +93,10 @@ class Tape(TorchDispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch what happens inside, and that nothing of the script is left out.
+        """Watch the block, and check that it covers the whole script.
 
         Raises:
-            GraphError: It is not what was recorded.
+            GraphError: The run differs from the recording.
         """
         with _Reads(self._stop), self:
             yield
@@ -118,7 +118,7 @@ class Tape(TorchDispatchMode):
         self._made = {start: (f"forward's {name}", s) for start, (name, s) in before._made.items()}
 
     def _maker(self, start: int) -> str | None:
-        """What made the memory at an address; None where that was freed, and others may be."""
+        """Return the source of the memory at an address, or None if it was freed."""
         name, storage = self._made.get(start, ("", None))
         return None if storage is None or storage.expired() else name
 

@@ -58,8 +58,8 @@ def cross_entropy(  # noqa: PLR0913 - the options of one operation, by keyword
         vocab_size: Number of real tokens; columns from there on are padding. None means all.
         softcap: Logits become `softcap * tanh(logit / softcap)`, in a new tensor in fp32.
         in_place: Backward writes the gradient into the memory of the logits, which are then lost:
-            it runs once, and nothing else may need them. Rows that overlap, as those of `expand`,
-            are copied first. A compiled graph has its own memory plan.
+            it runs once, and nothing else may need them. Overlapping rows, as after `expand`, are
+            copied first. A compiled graph has its own memory plan.
         kernel: "auto", or the name of a kernel: "torch", "triton" or "reference".
 
     Shape:
@@ -95,7 +95,7 @@ def cross_entropy(  # noqa: PLR0913 - the options of one operation, by keyword
 
 
 def _lowest(rows: Tensor) -> float:
-    """Return the log-sum-exp of a row that is padding or -inf throughout."""
+    """Return the log-sum-exp of a row of padding or of -inf."""
     return torch.finfo(rows.dtype).min
 
 

@@ -15,8 +15,8 @@ class LogitKernel(NamedTuple):
         forward: Returns the terms of each row of logits: log-sum-exp, label's logit and sum.
         backward: Writes the gradient of logits into a tensor, which may be the logits.
         softmax: Returns the same terms, and the probabilities, which may take the memory of the
-            logits: a gradient that is wanted at once then needs no second pass. None if it has no
-            such form.
+            logits, so that an immediate gradient needs no second pass. None where there is no such
+            form.
     """
 
     forward: Callable[..., Any]

@@ -169,7 +169,7 @@ def _write(logits: Tensor, gradient: Tensor, slope: Tensor | None) -> None:
 
 
 def _through_operator(name_of: Callable[[Tensor], str]) -> LogitKernel:
-    """Return a kernel of `cross_entropy` that is one node in a compiled graph.
+    """Return a kernel of `cross_entropy` as one node of a compiled graph.
 
     Args:
         name_of: Returns the kernel's name for some logits.

@@ -91,7 +91,7 @@ class Labels(NamedTuple):
     Attributes:
         local: Column of each label; -1 where the label is ignored or another rank's.
         counts: Whether a token counts.
-        columns: Number of this rank's columns that are no padding.
+        columns: Number of this rank's columns without padding.
         vocab_size: Number of real tokens of the whole vocabulary.
     """
 

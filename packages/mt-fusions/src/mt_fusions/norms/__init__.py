@@ -1,1 +1,1 @@
-"""Norms, alone and with the residual that is added before."""
+"""Norms, with or without the addition of a residual before them."""

@@ -1,4 +1,4 @@
-"""A residual that is added, and the norm of the sum: what stands between two sublayers."""
+"""The sum with a residual and its norm, as between two sublayers."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm(x + residual)` and `x + residual`, which is rounded to the dtype of `x` first.
 
-    The arguments, and what is computed in which dtype, are those of `rms_norm`. Backward keeps the
-    sum, the weight and one number per row; the gradient of both terms is one tensor.
+    See `rms_norm` for the arguments and the dtype of the arithmetic. Backward keeps the sum, the
+    weight and one number per row; both terms share one gradient tensor.
 
     Shape:
         x, residual: [..., n]; weight: [n]. Returns the shape of x twice, contiguous.
@@ -49,8 +49,8 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """`layer_norm(x + residual)` and `x + residual`, which is rounded to the dtype of `x` first.
 
-    The arguments, and what is computed in which dtype, are those of `layer_norm`. Backward keeps
-    the sum, the weight and two numbers per row; the gradient of both terms is one tensor.
+    See `layer_norm` for the arguments and the dtype of the arithmetic. Backward keeps the sum, the
+    weight and two numbers per row; both terms share one gradient tensor.
 
     Shape:
         x, residual: [..., n]; weight, bias: [n]. Returns the shape of x twice, contiguous.

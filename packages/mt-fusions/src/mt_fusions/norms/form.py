@@ -1,4 +1,4 @@
-"""What kind of norm is computed, and what its kernels return."""
+"""The form of a norm, and the results of its kernels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Grads = tuple[Tensor, Tensor, Tensor]  # of x, weight and bias, the last two in 
 
 
 class Form(NamedTuple):
-    """What kind of norm it is.
+    """The form of a norm.
 
     Attributes:
         eps: Added to the mean square.
         centered: Whether the mean is subtracted: LayerNorm.
         zero_centered: The weight w stands for 1 + w.
-        rounds_first: The weight multiplies what is rounded.
-        has_bias: Whether one is added.
+        rounds_first: The weight multiplies the rounded value.
+        has_bias: Whether a bias is added.
     """
 
     eps: float

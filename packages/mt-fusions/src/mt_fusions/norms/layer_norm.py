@@ -31,7 +31,7 @@ def layer_norm(
 
     Args:
         x: Any strides; the result is contiguous.
-        weight: Of any floating dtype; None multiplies nothing.
+        weight: Any floating dtype; None multiplies nothing.
         bias: Likewise; None adds nothing.
         eps: Added to the variance.
         zero_centered: The weight w stands for 1 + w (Megatron-LM's zero-centred gamma).

@@ -1,4 +1,4 @@
-"""What RMSNorm and LayerNorm share: their kernels, with or without a residual that is added."""
+"""The kernels of RMSNorm and LayerNorm, with or without the addition of a residual."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _cpu_backward(
     """Use torch's fused backward of LayerNorm, which takes mean and inverse root from outside.
 
     With the mean 0 it is `r (g w - mean(g w) - x r mean(g w x r))`: the gradient of RMSNorm but for
-    `r mean(g w)`, which is added again. That of the weight is the same.
+    `r mean(g w)`, which is added afterwards. The gradient of the weight is the same.
     """
     mean, rstd = stats
     factor = _ones_or_factor(x, weight, form)
@@ -197,7 +197,7 @@ def _layer_norm_backward(
 
 
 def _blocks(first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Tensor, ...]]:
-    """Blocks of those that are there and not empty; the first has rows, and some a number each."""
+    """Yield blocks of rows of all non-empty tensors; some have one number per row."""
     if not first.numel():
         return iter(())
     there = [first, *(x for x in rest if x is not None and x.numel())]

@@ -32,11 +32,11 @@ def rms_norm(
 
     Args:
         x: Any strides; the result is contiguous.
-        weight: Of any floating dtype; None multiplies nothing.
+        weight: Any floating dtype; None multiplies nothing.
         eps: Added to the mean square.
         zero_centered: The weight w stands for 1 + w (Gemma).
-        rounds_first: The weight multiplies what is rounded to the dtype of `x` already (Llama). The
-            same in fp32.
+        rounds_first: The weight multiplies the value rounded to the dtype of `x` (Llama). No
+            difference in fp32.
         kernel: "auto", or one of "cpu", "triton" and "reference" by name.
 
     Shape:

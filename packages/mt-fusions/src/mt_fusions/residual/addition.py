@@ -14,7 +14,7 @@ from mt_fusions.residual.bias_dropout_add import BIAS_DROPOUT_ADD_KERNELS, bias_
 
 
 class Sum(NamedTuple):
-    """A residual stream and the output of a branch that is still to be added to it.
+    """A residual stream and the output of a branch, not added yet.
 
     Shape:
         stream, branch: [B, S, hidden].

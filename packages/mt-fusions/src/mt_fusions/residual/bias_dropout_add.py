@@ -29,18 +29,18 @@ def bias_dropout_add(
     first: Tensor | None = None,
     kernel: str = AUTO,
 ) -> Tensor:
-    """`residual + dropout(x + bias)`, with a mask that is a function of a key and a counter.
+    """`residual + dropout(x + bias)`, with a mask from a key and counters.
 
-    Kept elements are divided by `1 - probability`. The mask's bits are those of
-    `random_uniform(key, first[..., None] + arange(n)) >= probability` of mt-parallel-state: the
-    same on every device and for every split of the rows. Computed in fp32 (fp64 for fp64) and
-    rounded once, to the dtype of `x`. Backward keeps `first` alone, and makes the mask again.
+    Kept elements are divided by `1 - probability`. The mask equals
+    `random_uniform(key, first[..., None] + arange(n)) >= probability` of mt-parallel-state, on
+    every device and for every split of the rows. The arithmetic is in fp32 (fp64 for fp64), rounded
+    once to the dtype of `x`. Backward keeps only `first`, and makes the mask again.
 
     Args:
         x: Any strides; the result is contiguous.
-        bias: Of any floating dtype; None adds nothing.
-        residual: Of the dtype of `x`.
-        probability: Of an element to be dropped; 0 outside of training.
+        bias: Any floating dtype; None adds nothing.
+        residual: Same dtype as `x`.
+        probability: Probability that an element is dropped; 0 outside of training.
         key: From `hash_key` of mt-parallel-state: 63 bits.
         first: Global index of each row's first element, in int64; needed with a probability.
         kernel: "auto", or one of "cpu", "triton" and "reference" by name.
@@ -66,7 +66,7 @@ class Dropout(NamedTuple):
 
 
 def _factors(first: Tensor, size: int, how: Dropout, dtype: torch.dtype) -> Tensor:
-    """0 for what is dropped, and one scale for what is kept."""
+    """Return 0 for dropped elements and one scale for kept elements."""
     index = first.unsqueeze(-1) + torch.arange(size, device=first.device)
     return kept(index, *how).to(dtype).mul_(scale(how.probability, dtype))
 

@@ -1,4 +1,4 @@
-"""Which elements dropout keeps: bits that depend on a key and a counter, and on nothing else."""
+"""The mask of dropout, a function of a key and of counters alone."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def kept(index: Tensor, probability: float, key: int) -> Tensor:
 
 
 def threshold(probability: float) -> int:
-    """The first of 2^24 numbers that is kept: where its share reaches the probability in fp32."""
+    """Return the lowest 24-bit number of a kept element, for a probability rounded to fp32."""
     (rounded,) = struct.unpack("f", struct.pack("f", probability))
     return math.ceil(rounded * 2**24)
 
 
 def scale(probability: float, dtype: torch.dtype) -> float:
-    """What kept elements are multiplied by, divided in a dtype."""
+    """Return the factor of kept elements, computed in a dtype."""
     return float(torch.ones((), dtype=dtype).div_(1 - probability))
