@@ -1,4 +1,4 @@
-"""The `mt-hf` command: models of Hugging Face transformers, into runs and out of them."""
+"""The `mt-hf` command: conversion between folders of Hugging Face and runs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _USAGE_ERROR, _BROKEN_PIPE, _INTERRUPTED, _DIFFERENT = 2, 141, 130, 1
 
 
 class CommandError(UserError):
-    """What a command can't do."""
+    """A command can't do its work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Make a run folder of a Hugging Face folder, for mt-infer and mt-train.
+    """Convert a Hugging Face folder to a run folder, for mt-infer and mt-train.
 
     Attributes:
-        folder: With config.json and safetensors files.
+        folder: A folder with config.json and safetensors files.
         out: The run folder: new, or empty.
-        vocab_multiple: Pad embedding and head to rows for a multiple of it, so that ranks can share
-            them; 128, or 8 for less than 1024 tokens, where left out.
-        eod: The token that ends a document, where it is not the folder's eos_token.
+        vocab_multiple: Multiple to which rows of embedding and head are padded, so that ranks can
+            split them; by default 128, or 8 below 1024 tokens.
+        eod: The token that ends a document, if it is not the folder's eos_token.
     """
 
     folder: Path
@@ -56,11 +56,11 @@ class Export:
         checkpoint: A run folder, or one of its step folders.
         folder: The Hugging Face folder: new, or empty.
         like: A folder whose tokenizer, generation_config.json and further fields of config.json
-            are carried over; where left out, the one that the run's weights came from.
-        family: The family, where several have such a model.
-        dtype: Of the tensors; where left out, that of `like`, or of the checkpoint.
-        ema: Write the average of the weights over the steps.
-        file_size: Largest file, in bytes of tensors.
+            are copied; by default the one from which the run's weights came.
+        family: The family, if several have such a model.
+        dtype: Dtype of the tensors; by default the dtype of `like`, or of the checkpoint.
+        ema: Write the moving average of the weights.
+        file_size: Largest size of a file's tensors, in bytes.
     """
 
     checkpoint: Path
@@ -92,14 +92,14 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Compare the logits of a Hugging Face folder with those of transformers, in fp32.
+    """Compare our logits of a Hugging Face folder with transformers' logits, in fp32.
 
-    Ends with 0 where they agree, and with 1 where they don't.
+    The exit status is 0 if they agree, and 1 if they don't.
 
     Attributes:
-        folder: With config.json and safetensors files.
+        folder: A folder with config.json and safetensors files.
         tolerance: Largest difference, relative to the largest logit.
-        tokens: Length of the sequence that is compared, of random tokens.
+        tokens: Number of random tokens in the compared sequence.
     """
 
     folder: Path
@@ -126,20 +126,20 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycle:
-    """Make a run of a mixture of experts out of a dense one, with the same logits.
+    """Convert a dense run to a run of a mixture of experts with the same logits.
 
-    Experts are copies of the feed-forwards, or of shards of them, behind new routers.
+    Experts are copies of the feed-forwards, or of shards of them, with new routers.
 
     Attributes:
         checkpoint: A run folder, such as `mt-hf import` makes, or one of its step folders.
         out: The run folder: new, or empty.
-        num_experts: Of a layer.
-        top_k: How many serve a token, a multiple of the granularity.
-        granularity: How many shards of its width a feed-forward is cut into; each expert holds one.
-        every: Layers whose number from 1 is a multiple of this get experts.
-        aux_loss: Weight of the loss that keeps the load even, in training.
-        seed: Of the routers.
-        ema: Take the average of the weights over the steps.
+        num_experts: Number of experts in a layer.
+        top_k: Number of experts for each token, a multiple of the granularity.
+        granularity: Number of shards into which a feed-forward is cut; each expert holds one.
+        every: Layers whose number, from 1, is a multiple of this get experts.
+        aux_loss: Weight of the load-balancing loss in training.
+        seed: Seed of the routers.
+        ema: Use the moving average of the weights.
     """
 
     checkpoint: Path
@@ -166,16 +166,16 @@ COMMANDS = {"import": Import, "export": Export, "upcycle": Upcycle, "verify": Ve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `mt-hf`; ends with 2 and one message when something is wrong.
+    """Run `mt-hf`; an error prints one message and gives the exit status 2.
 
-    Ctrl-C ends it with 130 and leaves nothing behind.
+    Ctrl-C gives 130 and leaves nothing behind.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer has no reader; without this Python would complain at exit.
+        # The rest of the buffer has no reader; without this Python would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(_BROKEN_PIPE) from None
     except KeyboardInterrupt:
@@ -212,7 +212,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _say(text: str, *, stream: Any = None) -> None:
-    """Write a line; what a console can't show is escaped."""
+    """Write a line, with characters escaped that the console can't show."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")

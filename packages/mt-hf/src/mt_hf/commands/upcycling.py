@@ -1,6 +1,6 @@
-"""Runs whose feed-forwards become experts: a mixture that begins as the dense model it came from.
+"""Conversion of dense runs to mixtures of experts that start with the same logits.
 
-It needs mt-ckpt, which the extra `mt-hf[cli]` brings.
+It needs mt-ckpt, from the extra `mt-hf[cli]`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Upcycling:
-    """How experts are made of feed-forwards.
+    """Parameters of the conversion of feed-forwards to experts.
 
     Attributes:
-        num_experts: Of a layer.
-        top_k: How many serve a token, a multiple of the granularity.
-        granularity: How many shards of its width a feed-forward is cut into; each expert holds one.
-        every: Layers whose number from 1 is a multiple of this get experts.
-        aux_loss: Weight of the loss that keeps the load even.
-        seed: Of the routers.
+        num_experts: Number of experts in a layer.
+        top_k: Number of experts for each token, a multiple of the granularity.
+        granularity: Number of shards into which a feed-forward is cut; each expert holds one.
+        every: Layers whose number, from 1, is a multiple of this get experts.
+        aux_loss: Weight of the load-balancing loss.
+        seed: Seed of the routers.
     """
 
     num_experts: int
@@ -58,10 +58,10 @@ class Upcycling:
         checks.done()
 
     def config_of(self, dense: ModelConfig) -> ModelConfig:
-        """Return the model with experts in place of feed-forwards.
+        """Return the config with experts instead of feed-forwards.
 
         Raises:
-            ValueError: A feed-forward that would have experts can't; the reason is named.
+            ValueError: A feed-forward can't become experts; the message gives the reason.
         """
         layers = list(dense.layers)
         chosen = range(self.every - 1, len(layers), self.every)
@@ -100,24 +100,24 @@ class Upcycling:
 def upcycle_checkpoint(
     checkpoint: str | Path, out: str | Path, how: Upcycling, *, ema: bool = False
 ) -> StackConfig:
-    """Make a run folder of a dense run: experts are copies, and logits are the dense model's.
+    """Convert a dense run to a run folder of a mixture of experts with the same logits.
 
     Each token's experts are whole copies of the feed-forward, with weights that sum to 1
     (`mt_moe.upcycle`; Komatsuzaki et al., 2023; He et al., 2024). mt-train starts from the folder
-    (`checkpoint.load`, with `load_mode: weights`), mt-infer reads it and `export_checkpoint` writes
-    it. The dense model is in memory, its copies are not.
+    (`checkpoint.load`, with `load_mode: weights`), mt-infer reads it, and `export_checkpoint`
+    exports it. Memory holds the dense model, but not its copies.
 
     Args:
         checkpoint: A run folder, such as `import_pretrained` makes, or one of its steps.
-        out: Does not exist, or is empty.
-        how: The experts.
-        ema: Take the average of the weights over the steps.
+        out: The folder to make; it must not exist, or be empty.
+        how: Parameters of the experts.
+        ema: Whether to use the moving average of the weights.
 
     Returns:
-        The model with experts.
+        The config of the model with experts.
 
     Raises:
-        ExchangeError: The model can't have such experts, or there is something at `out`.
+        ExchangeError: The model can't have such experts, or `out` exists.
         CheckpointError: The checkpoint is damaged, or holds no model.
         FileError: A file can't be read or written.
     """
@@ -149,12 +149,12 @@ def upcycle_checkpoint(
 def _shards(
     arrays: ArrayReader, config: ModelConfig, how: Upcycling, prefix: str
 ) -> Iterator[TensorShard]:
-    """Yield the weights; those of experts as views of the dense ones."""
+    """Yield the weights; experts are views of the dense weights."""
     from mt_ckpt import RunFolder, TensorShard
 
     stored = {
         name.partition("/")[2]: name
-        for kind in (RunFolder.WEIGHTS, prefix)  # buffers are in the weights alone
+        for kind in (RunFolder.WEIGHTS, prefix)  # only the weights include buffers
         for name in arrays.manifest.arrays
         if name.startswith(f"{kind}/")
     }
@@ -193,7 +193,7 @@ _LEAVES = ("up.weight", "down.weight", "up.bias", "down.bias")
 
 
 def _copy(dense: Mapping[str, Tensor], granularity: int) -> dict[str, Tensor]:
-    """Return the weights of as many experts as hold one feed-forward."""
+    """Return the weights of the experts that together hold one feed-forward."""
     up, down = upcycle(
         dense["up.weight"], dense["down.weight"], granularity, granularity=granularity
     )

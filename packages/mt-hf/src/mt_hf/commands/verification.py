@@ -1,4 +1,4 @@
-"""Whether a folder computes here what it computes in Hugging Face transformers."""
+"""Comparison of our results for a folder with the results of transformers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mt_hf.reading.pretrained import Pretrained
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Logits of the same tokens, or features of the same image, here and there.
+    """Differences between our logits or image features and transformers'.
 
     Attributes:
-        difference: The largest.
-        largest: Size of the largest number there.
-        same: Positions at which the largest number is at the same place.
-        positions: How many were compared.
+        difference: Largest absolute difference.
+        largest: Largest magnitude in transformers' result.
+        same: Number of positions whose largest value has the same index.
+        positions: Number of compared positions.
     """
 
     difference: float
@@ -32,7 +32,7 @@ class Comparison:
 
     @property
     def relative(self) -> float:
-        """The difference relative to the largest number."""
+        """Difference relative to the largest magnitude."""
         return self.difference / max(self.largest, 1e-30)
 
 
@@ -40,14 +40,13 @@ class Comparison:
 def compare(folder: Path, *, length: int, seed: int = 0) -> Comparison:
     """Compare logits of random tokens in fp32, one model in memory after the other.
 
-    Of an encoder of images, compare what transformers returns first for a random image. A model
-    that takes images is given one, in front of the tokens; an encoder and a decoder get tokens
-    each.
+    For an image encoder, compare the first output of transformers' model for a random image. A
+    model with images gets one before the tokens; encoder and decoder each get tokens.
 
     Args:
-        folder: With config.json and safetensors files.
-        length: Of the sequence.
-        seed: Of the tokens, or the image.
+        folder: A folder with config.json and safetensors files.
+        length: Length of the sequence.
+        seed: Seed of the tokens, or of the image.
 
     Raises:
         ExchangeError: `from_pretrained` refuses the folder.
@@ -71,7 +70,7 @@ def compare(folder: Path, *, length: int, seed: int = 0) -> Comparison:
     del ours
     import transformers
 
-    # The folder is from outside: nothing of the hub, no code of its own, no pickle.
+    # The folder may be hostile: no hub, no code from the folder, no pickle.
     outside = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     chosen: Any = getattr(transformers, kind)
     theirs = chosen.from_pretrained(folder, dtype=torch.float32, **outside).eval()
@@ -90,7 +89,7 @@ def _image(config: VisionConfig, generator: torch.Generator) -> Tensor:
 
 
 def _text(config: ModelConfig, length: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random tokens, behind an image where the model takes images, as transformers names them."""
+    """Return random tokens (after an image, for a model with images) by transformers' names."""
     images, longest = config.images, config.max_sequence_length
     if images is None:
         shape = 1, min(length, longest)
@@ -106,7 +105,7 @@ def _text(config: ModelConfig, length: int, generator: torch.Generator) -> dict[
 
 
 def _architecture(model: Stack[Any]) -> str:
-    """Return the class of transformers that a model was read from."""
+    """Return the class of transformers for a model's architecture."""
     origin = cast("Pretrained", model.origin)
     named = origin.given.get("architectures") or origin.family.architectures
     return next(name for name in named if name in origin.family.architectures)

@@ -1,1 +1,1 @@
-"""What a family of models answers for: fields of its config.json, and links of its tensors."""
+"""Families of models: fields of config.json, and links of tensors."""

@@ -1,4 +1,4 @@
-"""What families of decoders with Llama's tensor names share."""
+"""Decoders with Llama's tensor names, shared by several families."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _NORMS: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderFields:
-    """The fields of config.json that Llama, Mistral and Qwen have in common.
+    """Fields of config.json that Llama, Mistral and Qwen have in common.
 
     Defaults are taken from transformers, because a config.json may omit fields.
     """
@@ -89,16 +89,16 @@ class DecoderFields:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Query heads, key and value heads, and the width of a head."""
+        """Number of query heads, of key and value heads, and the width of a head."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         return heads, self.num_key_value_heads or heads, self.head_dim or hidden // heads
 
     @property
     def rope(self) -> RopeConfig:
-        """How heads turn.
+        """Rotary embedding of the heads.
 
         Raises:
-            ValueError: A kind or a field is not known, or a value is refused.
+            ValueError: A kind or a field is unknown, or a value is refused.
         """
         return read_rope(self)
 
@@ -118,7 +118,7 @@ def decoder_config(
     out_bias: bool = False,
     mlp_bias: bool = False,
 ) -> ModelConfig:
-    """Return the model of a config.json; `windows` has one for each layer."""
+    """Return the model of a config.json; `windows` has an entry for each layer."""
     heads, groups, width = given.heads
     mlp = MLPConfig(
         ffn_size=given.intermediate_size, activation=ACTIVATIONS[given.hidden_act], bias=mlp_bias
@@ -144,7 +144,7 @@ def decoder_config(
 
 
 def model_of(given: DecoderFields, layers: tuple[LayerConfig, ...]) -> ModelConfig:
-    """Return the model of a config.json that has these layers."""
+    """Return the model of a config.json, with these layers."""
     return ModelConfig(
         vocab_size=given.vocab_size,
         hidden_size=given.hidden_size,
@@ -157,12 +157,12 @@ def model_of(given: DecoderFields, layers: tuple[LayerConfig, ...]) -> ModelConf
 
 
 def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> FieldsT:
-    """Return the fields of a model whose layers are as the first one; the engine compares all.
+    """Return the fields of a model whose layers equal the first one; the caller compares all.
 
     Args:
-        kind: Which fields.
+        kind: Class of the fields.
         config: The model.
-        rest: What the family has beside those that all have.
+        rest: Further fields of the family.
 
     Raises:
         ValueError: The first layer is not attention and an MLP.
@@ -178,14 +178,14 @@ def fields_of(
     mlp: MLPConfig,
     **rest: Any,
 ) -> FieldsT:
-    """Return the fields of a model all of whose layers have the same of what they say.
+    """Return the fields of a model whose layers agree in everything that the fields describe.
 
     Args:
-        kind: Which fields.
+        kind: Class of the fields.
         config: The model.
-        mixer: Of a layer.
-        mlp: Its feed-forward.
-        rest: What the family has beside those that all have.
+        mixer: Attention of a layer.
+        mlp: Feed-forward of a layer.
+        rest: Further fields of the family.
     """
     known = {item.name for item in fields(kind)}
     common = {
@@ -209,14 +209,14 @@ def fields_of(
 
 
 def check_activation(checks: Checks, name: str, activation: str) -> None:
-    """Note an activation that is not known."""
+    """Add a problem for an unknown activation."""
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         checks.add(name, f"{shorten(activation)} is not known; known are {known}")
 
 
 def check_heads(checks: Checks, hidden_size: int, num_attention_heads: int) -> None:
-    """Note heads that do not divide the hidden size, where both are sizes."""
+    """Add a problem for heads that do not divide the hidden size."""
     if not checks.errors and hidden_size % num_attention_heads:
         text = f"is not a multiple of num_attention_heads={num_attention_heads}"
         checks.add("hidden_size", f"{hidden_size} {text}")
@@ -239,7 +239,7 @@ def first_mixer(config: StackConfig) -> AttentionConfig:
     """Return the attention of the first layer.
 
     Raises:
-        ValueError: Its mixer is another.
+        ValueError: The mixer is no attention.
     """
     mixer = config.layers[0].mixer
     if not isinstance(mixer, AttentionConfig):
@@ -254,13 +254,13 @@ def decoder_links(
     attention: EntryLinks[AttentionConfig] | None = None,
     mlp: EntryLinks[Any] | None = None,
 ) -> Iterator[Link]:
-    """Yield what Llama, Mistral and Qwen call each parameter.
+    """Yield the links of each parameter, with the names of Llama, Mistral and Qwen.
 
     Args:
         config: The model.
-        norms: Ours for the name of each norm of a layer, in families that have others.
-        attention: What is linked in place of `attention_links`.
-        mlp: What is linked in place of `mlp_links`.
+        norms: Our name for each name of a layer's norms, for families with other norms.
+        attention: Function to use instead of `attention_links`.
+        mlp: Function to use instead of `mlp_links`.
     """
     hidden = config.hidden_size
     yield from end_links(config)
@@ -281,13 +281,13 @@ def end_links(
     norm: str = "model.norm",
     head: str = "lm_head",
 ) -> Iterator[Link]:
-    """Yield what is in front of the layers and behind them.
+    """Yield the links of embedding, final norm and head.
 
     Args:
         config: The model.
-        embedding: Name of the matrix of tokens.
+        embedding: Name of the token embedding.
         norm: Name of the final norm.
-        head: Name of the matrix of scores, where it is not that of tokens.
+        head: Name of the head's weight, if it is not tied to the embedding.
     """
     rows, bias = (config.vocab_size, config.hidden_size), config.norm.has_bias
     yield from leaves(embedding, "embedding", *rows, bias=False)
@@ -305,7 +305,7 @@ def attention_links(
     names: str = "{}_proj",
     out: str = "o_proj",
 ) -> Iterator[Link]:
-    """Yield separate projections of queries, keys and values, and the one back, with norms.
+    """Yield the links of query, key, value and output projections, and of their norms.
 
     Args:
         source: Prefix of the tensors.
@@ -313,7 +313,7 @@ def attention_links(
         mixer: The attention.
         hidden: Width of the residual stream.
         names: Names of the projections of q, k and v.
-        out: Name of the projection back.
+        out: Name of the output projection.
     """
     queries = mixer.queries_per_group
     width = {"q": mixer.num_heads * mixer.head_dim}
@@ -338,7 +338,7 @@ def attention_links(
 
 
 def mlp_links(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link]:
-    """Yield gate, up and down projections.
+    """Yield the links of gate, up and down projections.
 
     Args:
         source: Prefix of the tensors.

@@ -1,4 +1,4 @@
-"""What families of encoders of images share."""
+"""Encoders of images, shared by several families."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mt_hf.family.link import Link, leaves
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderFields:
-    """The fields of config.json that ViT, CLIP and SigLIP have in common.
+    """Fields of config.json that ViT, CLIP and SigLIP have in common.
 
     `architectures` decides what follows the layers. Defaults are taken from transformers, because a
     config.json may omit fields.
@@ -55,7 +55,7 @@ class EncoderFields:
 
     @property
     def architecture(self) -> str | None:
-        """The first of `architectures`, if there are any."""
+        """The first of `architectures`, if any."""
         return self.architectures[0] if self.architectures else None
 
     @property
@@ -65,7 +65,7 @@ class EncoderFields:
 
     @property
     def mlp(self) -> MLPConfig:
-        """The feed-forward of each layer."""
+        """Feed-forward of each layer."""
         activation = ACTIVATIONS[self.hidden_act]
         return MLPConfig(
             ffn_size=self.intermediate_size, activation=activation, gated=False, bias=True
@@ -83,11 +83,11 @@ def encoder_config(
     """Return the model of a config.json.
 
     Args:
-        given: Its fields.
-        eps: Of the norms.
-        attention_dropout: Of the weights of attention.
-        qkv_bias: There are biases of queries, keys and values.
-        rest: Others of `VisionConfig`.
+        given: Fields of the config.json.
+        eps: Epsilon of the norms.
+        attention_dropout: Dropout of attention weights.
+        qkv_bias: Whether query, key and value projections have biases.
+        rest: Further fields of `VisionConfig`.
     """
     mixer = AttentionConfig(
         num_heads=given.num_attention_heads,
@@ -109,11 +109,11 @@ def encoder_config(
 
 
 def encoder_fields(config: VisionConfig, architecture: str) -> dict[str, Any]:
-    """Return what `EncoderFields` has of a model whose layers are as the first one.
+    """Return the `EncoderFields` of a model whose layers equal the first one.
 
     Args:
         config: The model.
-        architecture: Which it is of the family's.
+        architecture: Architecture of the family.
 
     Raises:
         ValueError: The first layer is not attention and an MLP.
@@ -131,10 +131,10 @@ def encoder_fields(config: VisionConfig, architecture: str) -> dict[str, Any]:
 
 
 def only_square(config: VisionConfig) -> dict[str, Any]:
-    """Return the sizes of images and patches, where one number says them.
+    """Return the sizes of square images and patches, as one number each.
 
     Raises:
-        ValueError: A size has another height than width.
+        ValueError: A height differs from its width.
     """
     for name in ("image_size", "patch_size"):
         height, width = getattr(config, name)
@@ -149,11 +149,11 @@ def patch_shape(config: VisionConfig) -> Sizes:
 
 
 def clip_links(config: VisionConfig, prefix: str = "") -> Iterator[Link]:
-    """Yield what CLIP and SigLIP call each parameter of the embedding and of the layers.
+    """Yield the links of embedding and layers, with the names of CLIP and SigLIP.
 
     Args:
         config: The model.
-        prefix: Of the tensors.
+        prefix: Prefix of the tensors.
     """
     hidden, first = config.hidden_size, f"{prefix}embeddings"
     yield from leaves(
@@ -177,7 +177,7 @@ def clip_links(config: VisionConfig, prefix: str = "") -> Iterator[Link]:
 
 
 def clip_mlp_links(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link]:
-    """Yield the two projections of a feed-forward.
+    """Yield the links of the two projections of a feed-forward.
 
     Args:
         source: Prefix of the tensors.

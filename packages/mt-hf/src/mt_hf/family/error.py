@@ -1,4 +1,4 @@
-"""What is raised about folders of Hugging Face."""
+"""Errors about folders of Hugging Face."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families of mixtures of experts share: which layers have them, and their tensors' names."""
+"""Mixtures of experts, shared by several families: their layers and tensor names."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mt_hf.family.link import Link, leaves
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """What the tensors of a mixture of experts are called.
+    """Names of the tensors of a mixture of experts.
 
     Attributes:
-        block: The feed-forward of a layer that has experts.
-        gate: The projection of an expert that is activated.
-        up: The one that it is multiplied by.
-        down: The one back.
-        shared: The expert that serves every token.
+        block: Feed-forward of a layer with experts.
+        gate: Projection of an expert to which the activation applies.
+        up: Projection whose output multiplies the gate.
+        down: Output projection of an expert.
+        shared: Expert that serves every token.
     """
 
     block: str = "mlp"
@@ -44,7 +44,7 @@ NAMES = ExpertNames()
 
 
 def with_experts(config: ModelConfig, moe: MoEConfig, layers: Iterable[int]) -> ModelConfig:
-    """Return a model with experts in place of the feed-forwards of some layers."""
+    """Return a model with experts instead of the feed-forwards of some layers."""
     chosen = {*layers}
     changed = (
         replace(layer, feed_forward=moe) if index in chosen else layer
@@ -54,10 +54,10 @@ def with_experts(config: ModelConfig, moe: MoEConfig, layers: Iterable[int]) -> 
 
 
 def experts_of(config: ModelConfig) -> tuple[MoEConfig, list[int]]:
-    """Return the experts of a model and the layers that have them.
+    """Return the experts of a model, and the indices of their layers.
 
     Raises:
-        ValueError: No layer has.
+        ValueError: No layer has experts.
     """
     entries = [layer.feed_forward for layer in config.layers]
     found = {i: entry for i, entry in enumerate(entries) if isinstance(entry, MoEConfig)}
@@ -67,12 +67,12 @@ def experts_of(config: ModelConfig) -> tuple[MoEConfig, list[int]]:
 
 
 def expert_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> FieldsT:
-    """Return the fields of a model with experts; the engine compares all layers.
+    """Return the fields of a model with experts; the caller compares all layers.
 
     Args:
-        kind: Which fields.
-        config: The model. Where no layer has an MLP, that has the experts' width.
-        rest: What the family has beside those that all have.
+        kind: Class of the fields.
+        config: The model. If no layer has an MLP, the MLP's fields get the experts' width.
+        rest: Further fields of the family.
 
     Raises:
         ValueError: No layer has experts, or the first one has no attention.
@@ -85,7 +85,7 @@ def expert_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> Fiel
 
 
 def dense_of(config: ModelConfig, moe: MoEConfig) -> MLPConfig:
-    """Return the MLP of a layer that has no experts; one like an expert where all have."""
+    """Return the MLP of a layer without experts, or an MLP like an expert if there is none."""
     entries = [layer.feed_forward for layer in config.layers]
     alike = MLPConfig(ffn_size=moe.width, activation=moe.activation, gated=moe.gated, bias=moe.bias)
     return next((each for each in entries if isinstance(each, MLPConfig)), alike)
@@ -93,11 +93,11 @@ def dense_of(config: ModelConfig, moe: MoEConfig) -> MLPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SparseFields(DecoderFields):
-    """What config.json of a Qwen with experts says of them.
+    """Fields of a Qwen's config.json about experts.
 
     Layers in `mlp_only_layers`, and those whose number from 1 is no multiple of
     `decoder_sparse_step`, have an MLP of `intermediate_size`. The loss of `router_aux_loss_coef`
-    counts in training here, whatever `output_router_logits` says, which changes no logit.
+    counts in training here regardless of `output_router_logits`; it changes no logit.
     """
 
     vocab_size: int = 151936
@@ -125,13 +125,13 @@ class SparseFields(DecoderFields):
 
     @property
     def sparse(self) -> list[int]:
-        """The layers that have experts."""
+        """Indices of the layers with experts."""
         every, plain = self.decoder_sparse_step, self.mlp_only_layers or ()
         return [i for i in range(every - 1, self.num_hidden_layers, every) if i not in plain]
 
     @property
     def moe(self) -> MoEConfig:
-        """Their experts."""
+        """Config of the experts."""
         return MoEConfig(
             num_experts=self.num_experts,
             ffn_size=self.moe_intermediate_size,
@@ -143,7 +143,7 @@ class SparseFields(DecoderFields):
 
 
 def sparse_fields(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of `SparseFields` that say which layers have experts, and which experts."""
+    """Return the fields of `SparseFields`: the layers with experts, and the experts."""
     moe, layers = experts_of(config)
     return {
         "mlp_only_layers": tuple(i for i in range(config.num_layers) if i not in layers),
@@ -154,7 +154,7 @@ def sparse_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def linked_experts(names: ExpertNames = NAMES) -> Callable[[ModelConfig], Iterator[Link]]:
-    """Return the links of a decoder some of whose layers have experts."""
+    """Return the links of a decoder with experts in some layers."""
     return partial(decoder_links, mlp=partial(feed_forward_links, names=names))
 
 
@@ -166,14 +166,14 @@ def feed_forward_links(
     *,
     names: ExpertNames = NAMES,
 ) -> Iterator[Link]:
-    """Yield what one layer's MLP or its experts are called.
+    """Yield the links of one layer's MLP or experts.
 
     Args:
         source: Prefix of the tensors of an MLP.
         target: Prefix of the parameters.
         entry: The feed-forward.
         hidden: Width of the residual stream.
-        names: Of the experts' tensors.
+        names: Names of the experts' tensors.
     """
     if isinstance(entry, MLPConfig):
         yield from mlp_links(source, target, entry, hidden)
@@ -195,7 +195,7 @@ def feed_forward_links(
 def _expert_links(
     source: str, target: str, moe: MoEConfig, hidden: int, expert: int, names: ExpertNames
 ) -> Iterator[Link]:
-    """Yield one expert's tensors: each is that row of one array of all experts."""
+    """Yield the links of one expert's tensors, each a row of an array of all experts."""
     ffn, row = moe.width, {0: (expert, expert + 1)}
     for name, shape, leaf, box in (
         (names.gate, (ffn, hidden), "up", {**row, 1: (0, 1)}),

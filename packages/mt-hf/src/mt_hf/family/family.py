@@ -1,4 +1,4 @@
-"""What a family of models answers for, so that its folders are read and written."""
+"""A family of models: everything needed to read and write its folders."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mt_hf.family.link import Link
 
 _SHOWN = 5  # differences in a message
 
-# Fields of every config.json that change no logit. `dtype` and the names of files are the
-# engine's; token ids belong to the tokenizer; the rest tunes what transformers returns.
+# Fields of every config.json that change no logit. `dtype` and the names of files are read
+# elsewhere; token ids belong to the tokenizer; the rest changes the outputs of transformers.
 _HARMLESS = """
 architectures model_type transformers_version torch_dtype dtype auto_map tokenizer_class
 _name_or_path name_or_path use_cache bos_token_id eos_token_id pad_token_id sep_token_id
@@ -34,7 +34,7 @@ forced_eos_token_id suppress_tokens begin_suppress_tokens remove_invalid_values
 exponential_decay_length_penalty output_scores cache_implementation _sliding_window_pattern
 ignore_index
 """
-# Fields that change nothing at these values, and are refused at others.
+# Fields that change nothing at these values; other values are refused.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "is_decoder": (False, True, None),
@@ -60,33 +60,29 @@ class Family:
     """A family of models of Hugging Face transformers.
 
     Attributes:
-        name: Of the family, in small letters.
-        architectures: What `architectures` of config.json names.
-        model_types: Its `model_type`s.
-        fields: A frozen dataclass with a field for each of config.json that changes numbers, with
-            the defaults of transformers. Other fields are refused, but for those that are known to
-            change nothing. Its `__post_init__` refuses values that are not built. No other class
-            derives from it, as it would be taken for a kind of it.
-        read: From these fields to the model.
-        write: The way back; raises ValueError with the reason where a model is not of the family.
-            What it leaves out is found out: the engine reads what was written.
-        links: For a model which tensors of the folder are which of its parameters.
-        ignored: Tensors that may be in a folder and are not read: endings of their names, or their
-            beginnings, such as `mtp.`.
-        copies: Tensors that may be stored although they are tied, each with the one that it is
-            equal to.
-        settle: From the model that config.json describes and the names of the folder's tensors to
-            the model, where config.json does not say all of it.
-        builds: What kind of config `read` returns.
-        wrapper: What the names of all tensors may begin with, beside their own.
-        renames: What names may begin with in folders of other versions, each with what is in its
-            place here; one after the other is looked at.
-        repeats: For a model which of `copies` are written too, as transformers does not tie them.
-        endings: What names may end with there, likewise.
-        refused: Architectures that are not built, each with why and the way out.
-        hint: What helps where the tensors are not those that config.json describes.
-        like: Name of another family that has its models too, and is the one that they are written
-            as where none is named.
+        name: Name of the family, in lower case.
+        architectures: Names in `architectures` of config.json.
+        model_types: Values of `model_type`.
+        fields: A frozen dataclass of the fields of config.json that change numbers, with the
+            defaults of transformers. Other fields are refused, except fields known to change
+            nothing. Its `__post_init__` refuses unsupported values. No class may derive from it, as
+            the binder would take the subclass for a kind of it.
+        read: Function from the fields to the model.
+        write: The inverse function; raises ValueError with the reason if a model is not of the
+            family. An omission is noticed, because the result is read again and compared.
+        links: Function from a model to its links between tensors and parameters.
+        ignored: Suffixes, or prefixes such as `mtp.`, of tensors in a folder that are not read.
+        copies: Tied tensors that a folder may store, each with the tensor that it equals.
+        settle: Function from the model of config.json and the names of the folder's tensors to the
+            model, if config.json leaves parts of it open.
+        builds: Class of the config that `read` returns.
+        wrapper: Optional prefix of all tensors' names.
+        renames: Prefixes in folders of other versions, each with our prefix, applied in order.
+        repeats: Function from a model to the `copies` to write, as transformers does not tie them.
+        endings: Suffixes in folders of other versions, each with our suffix.
+        refused: Unsupported architectures, each with the reason and a way out.
+        hint: Advice for tensors that do not match config.json.
+        like: Name of another family with the same models, which is the default for writing them.
     """
 
     name: str
@@ -109,7 +105,7 @@ class Family:
     like: str = ""
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor of a folder is not read, and is no mistake either."""
+        """Return whether a folder may contain a tensor that is not read."""
         beginnings = tuple(part for part in self.ignored if part.endswith("."))
         return name.endswith(self.ignored) or name.startswith(beginnings)
 
@@ -119,13 +115,13 @@ class Family:
         """Return the model that a config.json describes.
 
         Args:
-            given: Its content.
+            given: Content of the config.json.
             path: The file, for messages.
-            names: Of the tensors beside it; None where there are none yet.
+            names: Names of the folder's tensors; None if they are unknown.
 
         Raises:
-            ExchangeError: A field is unknown, of another type, or has a value that is not built;
-                all of them are named.
+            ExchangeError: A field is unknown, or has a wrong type or an unsupported value; the
+                message lists all problems.
         """
         known = {item.name for item in dataclasses.fields(self.fields)}
         harmless = set(_HARMLESS.split())
@@ -151,7 +147,7 @@ class Family:
         """Return the fields of config.json for a model.
 
         Raises:
-            ValueError: The family has no such model; the message says what differs.
+            ValueError: The model is not of the family; the message lists the differences.
         """
         if not isinstance(config, self.builds):
             found, wanted = type(config).__name__, self.builds.__name__
@@ -166,10 +162,10 @@ class Family:
 
 
 def comparable(config: StackConfig) -> StackConfig:
-    """Return a model without what changes no logit: dropout, initial values, padding.
+    """Return a model without parts that change no logit, for a comparison.
 
-    Nor does it have where norms round in bf16, weights of losses, what routers do in training only,
-    and modules that predict further tokens in training.
+    These are dropout, initial values, padding, the rounding of norms in bf16, weights of losses,
+    routers' options for training, and modules that predict further tokens in training.
     """
     layers = tuple(
         replace(
@@ -202,7 +198,7 @@ def _refusal(problem: FieldProblem, given: Mapping[str, Any]) -> str:
 
 
 def _differences(first: Any, second: Any, path: str = "") -> Iterator[str]:
-    """Yield where two plain values differ."""
+    """Yield the differences of two plain values."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         for name in {**first, **second}:
             inner = f"{path}.{name}" if path else name

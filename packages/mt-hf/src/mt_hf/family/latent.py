@@ -1,4 +1,4 @@
-"""What families of DeepSeek share: latent attention, and experts behind the first layers."""
+"""DeepSeek's families: latent attention, and experts after the first layers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mt_hf.family.experts import ExpertNames, dense_of, experts_of, feed_forward
 from mt_hf.family.link import Link, leaves
 
 NAMES = ExpertNames(shared="shared_experts")
-_LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
+_LATENT_EPS = 1e-6  # norms of latents ignore rms_norm_eps
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentFields(DecoderFields):
-    """What config.json of a DeepSeek says of attention and experts.
+    """Fields of a DeepSeek's config.json about attention and experts.
 
     The first `first_k_dense_replace` layers have an MLP of `intermediate_size`. Norms of latents
-    have an epsilon of 1e-6 whatever `rms_norm_eps` is. `head_dim`, `qk_head_dim` and `ep_size` are
-    read by nothing. `aux_loss_alpha` is the weight of the balancing loss, of each sequence with
+    have an epsilon of 1e-6 regardless of `rms_norm_eps`. `head_dim`, `qk_head_dim` and `ep_size`
+    have no effect. `aux_loss_alpha` is the weight of the balancing loss, of each sequence with
     `seq_aux`; it counts in training here, and changes no logit.
     """
 
@@ -78,7 +78,7 @@ class LatentFields(DecoderFields):
 
     @property
     def moe(self) -> MoEConfig:
-        """The experts, as far as the families say the same of them."""
+        """The part of the experts' config that the families have in common."""
         return MoEConfig(
             num_experts=self.n_routed_experts,
             ffn_size=self.moe_intermediate_size,
@@ -99,9 +99,9 @@ def latent_config(given: LatentFields, moe: MoEConfig, *, interleaved: bool) -> 
     """Return the model of a config.json.
 
     Args:
-        given: Its fields.
+        given: Fields of the config.json.
         moe: The experts.
-        interleaved: How channels pair up that turn.
+        interleaved: Whether rotary channels pair up with their neighbours.
     """
     rope = replace(given.rope, interleaved=interleaved)
     mixer = MLAConfig(
@@ -126,12 +126,12 @@ def latent_config(given: LatentFields, moe: MoEConfig, *, interleaved: bool) -> 
 
 
 def latent_fields(kind: type[LatentT], config: ModelConfig, **rest: Any) -> LatentT:
-    """Return the fields of a model of a DeepSeek; the engine compares all layers.
+    """Return the fields of a DeepSeek model; the caller compares all layers.
 
     Args:
-        kind: Which fields.
+        kind: Class of the fields.
         config: The model.
-        rest: What the family has beside those that all have.
+        rest: Further fields of the family.
 
     Raises:
         ValueError: No layer has experts, or the first one has no latent attention.
@@ -164,13 +164,13 @@ def latent_fields(kind: type[LatentT], config: ModelConfig, **rest: Any) -> Late
 
 
 def latent_links(config: ModelConfig) -> Iterator[Link]:
-    """Yield what a DeepSeek calls each parameter."""
+    """Yield the links of a DeepSeek model."""
     mlp = partial(feed_forward_links, names=NAMES)
     yield from decoder_links(config, attention=_attention_links, mlp=mlp)
 
 
 def _attention_links(source: str, target: str, mixer: Any, hidden: int) -> Iterator[Link]:
-    """Yield the projections to latents, their norms, those to heads, and the one back."""
+    """Yield the links of projections to latents, norms, projections to heads, and the output."""
     heads, rank, low = mixer.num_heads, mixer.kv_lora_rank, mixer.q_lora_rank
     bias = mixer.down_bias
     if low is None:

@@ -1,4 +1,4 @@
-"""Which elements of another framework's tensors are which elements of our parameters."""
+"""Links between elements of another framework's tensors and elements of our parameters."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Area: TypeAlias = tuple[Range, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A box of a source tensor that is a box of a parameter, up to a reshape and a permutation.
+    """A box of a source tensor that equals a box of a parameter, up to a reshape and a permutation.
 
-    The part of the source is viewed in the shape of the target's box with its dims in another
-    order, and permuted: `source_part.view(...).permute(order) == target_box`. Nothing is computed,
-    so the bytes are equal both ways.
+    The part of the source is viewed with the dims of the target's box in another order, and then
+    permuted: `source_part.view(...).permute(order) == target_box`. No value is computed, so bytes
+    are preserved both ways.
 
     Attributes:
         source: Name of the source tensor.
-        shape: Of the whole source tensor.
+        shape: Shape of the whole source tensor.
         target: Name of the parameter in the whole model.
-        part: By dim of the source the range that is taken; dims that are left out are whole.
-        box: By dim of the target the range that it becomes; dims that are left out are whole.
-        order: For each dim of the target the dim of the source's view; None for the same order.
+        part: Range of the source by dim; other dims are whole.
+        box: Range of the target by dim; other dims are whole.
+        order: Dim of the source's view for each dim of the target; None for the same order.
 
     Example:
         Rows 0 to 63 of a fused matrix are the queries of 2 groups with 4 heads of 8 channels:
@@ -54,15 +54,15 @@ class Link:
 
     @property
     def source_area(self) -> Area:
-        """The box of the source."""
+        """Box of the source."""
         return _area(self.shape, self.part)
 
     def area(self, target_shape: Sequence[int]) -> Area:
-        """Return the box of the target, which has this shape."""
+        """Return the box in the target, whose shape is given."""
         return _area(target_shape, self.box)
 
     def window(self, source: Tensor, target_shape: Sequence[int]) -> Tensor:
-        """Return the part of a source tensor as the box of the target: a view of its memory."""
+        """Return the part of a source tensor as the target's box, a view of its memory."""
         for dim, (start, stop) in self.part.items():
             source = source.narrow(dim, start, stop - start)
         sizes = sizes_of(self.area(target_shape))
@@ -80,8 +80,8 @@ def leaves(source: str, target: str, *shape: int, bias: bool = True) -> Iterator
     Args:
         source: Prefix of the tensors.
         target: Prefix of the parameters.
-        shape: Of the weight; the bias has its first dim.
-        bias: There is one.
+        shape: Shape of the weight; the bias has its first dim.
+        bias: Whether there is a bias.
     """
     yield Link(source=f"{source}.weight", shape=shape, target=f"{target}.weight")
     if bias:
@@ -101,7 +101,7 @@ def common(first: Area, second: Area) -> Area | None:
 
 
 def inside(area: Area, origin: Area) -> tuple[slice, ...]:
-    """Return the index of a box in the array that is the box `origin`."""
+    """Return the index of a box in an array that holds the box `origin`."""
     pairs = zip(area, origin, strict=True)
     return tuple(slice(a[0] - o[0], a[1] - o[0]) for a, o in pairs)
 
@@ -116,13 +116,13 @@ def check_links(
     """Check that links use every element of every source and of every target exactly once.
 
     Args:
-        links: Of one model.
-        targets: The shape of each of its parameters.
-        family: Who made them, for messages.
-        padding: Boxes of parameters that stand for nothing.
+        links: Links of one model.
+        targets: Shape of each parameter.
+        family: Name of the family, for messages.
+        padding: Boxes of parameters without a source.
 
     Raises:
-        ValueError: They don't; the message names the tensor and the reason.
+        ValueError: An element is unused or used twice; the message names the tensor.
     """
     shapes: dict[str, Sizes] = {}
     used: dict[str, list[Area]] = {}

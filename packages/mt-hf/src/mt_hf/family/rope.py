@@ -1,4 +1,4 @@
-"""The rotary embedding as config.json writes it, in its old form and its new one."""
+"""The rotary embedding in config.json, in its old and its new form."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ class HasRope(Protocol):
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest sequence."""
+        """Length of the longest sequence."""
         ...
 
     @property
     def rope_theta(self) -> float | None:
-        """The base, as it was written before version 5 of transformers."""
+        """Base of the angles, as transformers wrote it before version 5."""
         ...
 
     @property
     def rope_scaling(self) -> Mapping[str, Any] | None:
-        """The rest, as it was written then."""
+        """Other parameters, as transformers wrote them before version 5."""
         ...
 
     @property
     def rope_parameters(self) -> Mapping[str, Any] | None:
-        """All of it, as it is written now."""
+        """All parameters, as transformers 5 writes them."""
         ...
 
 
 def check_rope(checks: Checks, given: HasRope, read: Callable[[], object]) -> None:
-    """Add what `read` says against the rotary embedding, under the field that has it."""
+    """Add the problem that `read` raises, under the field with the rotary embedding."""
     try:
         read()
     except ValueError as error:
@@ -68,11 +68,11 @@ def read_rope(given: HasRope, *, partial: bool = False) -> RopeConfig:
     """Return the rotary embedding that a config.json describes.
 
     Args:
-        given: Its fields.
-        partial: Whether the family turns a share of the channels, `partial_rotary_factor`.
+        given: Fields of the config.json.
+        partial: Whether the family rotates a part of the channels, `partial_rotary_factor`.
 
     Raises:
-        ValueError: A kind or a field is not known, or a value is refused.
+        ValueError: A kind or a field is unknown, or a value is refused.
     """
     found = dict(given.rope_scaling or given.rope_parameters or {})
     old = found.pop("type", None)
@@ -96,7 +96,7 @@ def read_rope(given: HasRope, *, partial: bool = False) -> RopeConfig:
 def write_rope(rope: RopeConfig | None) -> dict[str, Any]:
     """Return `rope_theta` and `rope_scaling` for a rotary embedding.
 
-    The engine reads them again, and says what they leave out.
+    The caller reads them again and reports omissions.
     """
     if rope is None:
         return {"rope_theta": None, "rope_scaling": None}
@@ -118,7 +118,7 @@ def _scaling(kind: str, found: Mapping[str, Any], given: HasRope) -> dict[str, A
     if kind == "dynamic":
         values["original_length"] = longest
     elif kind != "linear":
-        # Where the field stands beside the others it wins, as in transformers.
+        # If both forms are present, this field wins, as in transformers.
         beside = getattr(given, _ORIGINAL, None)
         original = values.pop(_ORIGINAL, None)
         values["original_length"] = beside or original or longest

@@ -1,1 +1,1 @@
-"""Folders of Hugging Face transformers, read."""
+"""Reading of folders of Hugging Face transformers."""

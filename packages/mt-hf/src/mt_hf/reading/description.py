@@ -1,4 +1,4 @@
-"""What the config.json of a folder describes; no torch here."""
+"""The description of a folder's model, from its config.json; does not import torch."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model")
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A model as the config.json of a folder describes it.
+    """A model described by a folder's config.json.
 
     Attributes:
         folder: The folder.
-        family: Of the model.
-        config: The model.
+        family: Family of the model.
+        config: Config of the model.
         given: The content of config.json.
     """
 
@@ -45,14 +45,14 @@ class Description:
 
     @property
     def tokenizer(self) -> Path | None:
-        """Its tokenizer, as one file; None where there is none."""
+        """Path of the tokenizer's file; None without a tokenizer."""
         return next(
             (path for path in map(self.folder.joinpath, _TOKENIZERS) if path.exists()), None
         )
 
     @property
     def eos_token(self) -> str | None:
-        """What tokenizer_config.json calls the end of a text, if it does.
+        """The end-of-text token in tokenizer_config.json, if any.
 
         Raises:
             FileError: The file can't be read.
@@ -66,7 +66,7 @@ class Description:
         return token if isinstance(token, str) else None
 
     def copy_to(self, folder: Path) -> None:
-        """Copy everything but the weights into a folder.
+        """Copy all files except the weights into a folder.
 
         Raises:
             FileError: A file can't be read or written.
@@ -77,13 +77,13 @@ class Description:
 
 
 def read_description(folder: str | Path) -> Description:
-    """Read the config.json of a folder, and of its tensors at most what they are called.
+    """Read the config.json of a folder, and at most the names of its tensors.
 
     Args:
-        folder: Of Hugging Face transformers, or a snapshot in the hub's cache.
+        folder: A folder of Hugging Face transformers, or a snapshot in the hub's cache.
 
     Raises:
-        ExchangeError: The architecture or a field is not known; the message names it.
+        ExchangeError: The architecture or a field is unknown; the message names it.
         FileError: The file can't be read.
     """
     folder = Path(folder)
@@ -96,13 +96,13 @@ def read_description(folder: str | Path) -> Description:
 
 
 def describe(folder: str | Path) -> StackConfig:
-    """Return the configuration of a folder's model, from its config.json alone.
+    """Return the config of a folder's model, from its config.json alone.
 
     Args:
         folder: A folder of Hugging Face transformers; it needs no weights.
 
     Raises:
-        ExchangeError: The architecture or a field is not known; the message names it.
+        ExchangeError: The architecture or a field is unknown; the message names it.
         FileError: The file can't be read.
     """
     return read_description(folder).config

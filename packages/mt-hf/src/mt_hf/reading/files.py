@@ -1,4 +1,4 @@
-"""The files of a folder of Hugging Face transformers, but for those of tensors."""
+"""The files of a folder of Hugging Face transformers, except files of tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mt_files import open_file, read_json, writing
 from mt_hf.family.error import ExchangeError
 
 CONFIG = "config.json"
-# What stands beside the weights and says nothing of them.
+# Files that do not describe the weights.
 CARRIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -37,8 +37,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's config.json.
 
     Raises:
-        ExchangeError: It is no mapping.
-        FileError: It can't be read.
+        ExchangeError: The file holds no mapping.
+            FileError: The file can't be read.
     """
     path = folder / CONFIG
     given = read_json(path, limit=MAX_JSON, within=root_of(folder))
@@ -48,14 +48,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def unquantized(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a config.json without how its weights are stored."""
+    """Return the content of a config.json without the description of quantised weights."""
     return {name: value for name, value in given.items() if name != "quantization_config"}
 
 
 def root_of(folder: Path) -> Path:
-    """Return the folder that links may not lead out of.
+    """Return the folder that symbolic links must stay within.
 
-    A snapshot in the cache of the Hugging Face hub is links into the folder of its model.
+    A snapshot in the cache of the Hugging Face hub consists of links into its model's folder.
     """
     real = folder.resolve()
     return real.parents[1] if real.parent.name == "snapshots" else real

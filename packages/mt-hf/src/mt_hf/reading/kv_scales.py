@@ -13,10 +13,10 @@ from mt_hf.reading.pretrained import Pretrained
 
 
 def attention_names(links: Mapping[str, Sequence[Link]]) -> dict[int, str]:
-    """Return what a folder calls the attention of layers, by index: the module of its weights.
+    """Return the folder's names of attention modules, by layer index.
 
     Args:
-        links: By the folder's tensor, or by the model's parameter.
+        links: Links by tensor of the folder, or by parameter of the model.
     """
     names: dict[int, str] = {}
     for link in (link for each in links.values() for link in each):
@@ -27,10 +27,10 @@ def attention_names(links: Mapping[str, Sequence[Link]]) -> dict[int, str]:
 
 
 def read_kv_schemes(model: GPT, found: Pretrained) -> dict[int, KVScheme]:
-    """Return how layers keep their keys and values, where a folder says so.
+    """Return the schemes of keys and values in a folder, by layer index.
 
     Raises:
-        ExchangeError: Scales are missing, or not what the folder's scheme says.
+        ExchangeError: Scales are missing, or do not fit the folder's scheme.
     """
     try:
         format = kv_format_of(found.given["quantization_config"])
@@ -43,7 +43,7 @@ def read_kv_schemes(model: GPT, found: Pretrained) -> dict[int, KVScheme]:
     for index, mixer in model.generating().items():
         if not mixer.token_cache:
             continue
-        inside = f"{names[index]}."  # or, of ModelOpt, in the projections below it
+        inside = f"{names[index]}."  # ModelOpt stores them in the projections below it
         tensors = {
             name.rpartition(".")[2]: tensor.map()
             for name, tensor in found.kv_scales.items()
@@ -57,11 +57,10 @@ def read_kv_schemes(model: GPT, found: Pretrained) -> dict[int, KVScheme]:
 
 
 def written_kv_schemes(model: GPT, links: Mapping[str, Sequence[Link]]) -> dict[str, KVScheme]:
-    """Return how a model keeps its keys and values, by the folder's names of attention.
+    """Return a model's schemes of keys and values, by the folder's names of attention modules.
 
     Raises:
-        ExchangeError: Some layers keep them in full precision, or a layer has no place for its
-            scales.
+        ExchangeError: Some layers have full keys and values, or a layer's scales can't be stored.
     """
     schemes: dict[str, KVScheme] = {}
     names = attention_names(links) if model.kv_schemes else {}

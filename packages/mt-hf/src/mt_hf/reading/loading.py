@@ -1,4 +1,4 @@
-"""From a folder of Hugging Face transformers to a model on any layout."""
+"""Loading of a folder of Hugging Face transformers on any layout."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ def from_pretrained(
 ) -> Stack[Any]:
     """Build a model from a folder of Hugging Face transformers, on this rank's layout.
 
-    Each rank reads its own part of each tensor, and none waits for another. The model is in
-    evaluation mode, as transformers has it; `model(tokens)` gives logits, and `model(images)` of an
-    encoder of images what transformers returns first. Layers that the folder has in low precision
-    are `mt_quant.QuantizedLinear`s of the same codes, each rank with its part, and the folder's
-    scales of keys and values are the model's `kv_schemes`.
+    Each rank reads its own part of each tensor, without communication. The model is in evaluation
+    mode, as in transformers. `model(tokens)` returns logits; `model(images)` of an image encoder
+    returns the first output of transformers' model. Quantised layers of the folder become
+    `mt_quant.QuantizedLinear`s with the same codes, each rank with its part. The folder's scales of
+    keys and values become the model's `kv_schemes`.
 
     Args:
-        folder: With config.json and safetensors files.
-        dtype: Of the parameters; that of most of the folder's elements where None.
-        state: This rank's place; None is a single process.
-        vocab_multiple: Of the model; where None the smallest that lets the ranks share the
-            vocabulary: 1 where tp divides it, else tp.
-        dequantize: Fill the weights of layers that the folder has in low precision with their
-            values, in place of layers that compute with the codes. Keys and values are kept in full
-            then.
-        arguments: Others of `Stack`: `layers`, `sequence_parallel`, `device` and so on.
+        folder: A folder with config.json and safetensors files.
+        dtype: Dtype of the parameters; by default the most frequent dtype in the folder.
+        state: This rank's place; None for a single process.
+        vocab_multiple: Multiple to which the vocabulary is padded; by default the smallest that
+            lets the ranks split it: 1 if tp divides the vocabulary, otherwise tp.
+        dequantize: Whether to load the values of quantised layers into plain layers, instead of
+            layers with codes. Cached keys and values are then full.
+        arguments: Further arguments of `Stack`: `layers`, `sequence_parallel`, `device` and so on.
 
     Raises:
-        ExchangeError: The architecture or a field is not known; tensors are missing, not expected
-            or of another shape; a file is damaged. The message names file and tensor.
+        ExchangeError: The architecture or a field is unknown; tensors are missing, unexpected or
+            of a wrong shape; a file is damaged. The message names file and tensor.
         FileError: A file can't be read.
         ValueError: The layout does not fit the model.
     """
@@ -81,7 +80,7 @@ def from_pretrained(
 def _low_bits(
     model: Stack[Any], pretrained: Pretrained
 ) -> tuple[Pretrained, dict[str, StoredLinear]]:
-    """Return the folder as the model's layers are named, and those in low precision by name."""
+    """Return the folder with links to the model's layers, and its quantised layers by name."""
     from mt_hf.reading.low_bit_layers import low_bit_layers  # brings mt-quant
     from mt_hf.reading.own_experts import with_own_experts
 

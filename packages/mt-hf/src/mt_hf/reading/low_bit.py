@@ -1,4 +1,4 @@
-"""Tensors of folders that store linear layers in low precision."""
+"""Tensors of folders with quantised linear layers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLayer(StoredTensor):
-    """The weight of a linear layer that is stored in low precision, as several tensors.
+    """A quantised weight of a linear layer, stored as several tensors.
 
     Attributes:
         layer: Name of the layer.
-        parts: Its tensors, by the ends of their names.
-        layout: Of the folder.
+        parts: Tensors of the layer, by the last part of their names.
+        layout: Layout of the folder.
     """
 
     layer: str
@@ -32,10 +32,10 @@ class StoredLayer(StoredTensor):
     layout: Layout
 
     def read(self) -> StoredLinear:
-        """Return the layer in low precision.
+        """Return the quantised layer.
 
         Raises:
-            ExchangeError: A tensor is missing, or is not what the layout says.
+            ExchangeError: A tensor is missing, or does not fit the layout.
         """
         try:
             return self.layout.read(self.layer, {leaf: t.map() for leaf, t in self.parts.items()})
@@ -43,22 +43,22 @@ class StoredLayer(StoredTensor):
             raise ExchangeError(f"{self.path}: layer {self.layer}: {error}") from error
 
     def map(self) -> Tensor:
-        """Return the values, computed now."""
+        """Return the dequantised values, computed at this call."""
         return self.read().dequantize(self.dtype)
 
 
 def with_layers(
     tensors: Mapping[str, StoredTensor], layout: Layout, dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return a folder's tensors with one weight in place of those that store a layer.
+    """Return a folder's tensors with one weight instead of the tensors of each quantised layer.
 
     Args:
-        tensors: By name.
-        layout: Of the folder.
-        dtype: Of the values.
+        tensors: The folder's tensors by name.
+        layout: Layout of the folder.
+        dtype: Dtype of the dequantised values.
 
     Raises:
-        ExchangeError: Codes are missing, or have no shape.
+        ExchangeError: Codes are missing, or their shape is unknown.
     """
     leaves: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
@@ -98,10 +98,10 @@ def _layer(
 
 
 def layout_of(given: Mapping[str, Any], path: Path) -> Layout | None:
-    """Return the layout of a config.json; None where its weights are plain.
+    """Return the layout of a config.json; None for plain weights.
 
     Raises:
-        ExchangeError: It is not known.
+        ExchangeError: The layout is unknown.
     """
     quantization = given.get("quantization_config")
     if quantization is None:

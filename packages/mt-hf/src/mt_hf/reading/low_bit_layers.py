@@ -1,4 +1,4 @@
-"""Which layers of a model a folder stores in low precision, and which parts of them."""
+"""Quantised layers of a folder, as layers of the model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mt_hf.reading.tensors import StoredTensor
 
 
 def low_bit_layers(model: nn.Module, found: Pretrained) -> Iterator[tuple[str, StoredLinear]]:
-    """Yield the linear layers of a model that a folder has in low precision, whole.
+    """Yield the linear layers of a model that a folder stores quantised, as whole layers.
 
-    Of a layer whose parts are not all in low precision nothing is yielded.
+    A fused layer is skipped unless all its parts are quantised.
 
     Raises:
-        ExchangeError: A file is damaged, or parts of a layer differ in their formats.
+        ExchangeError: A file is damaged, or the parts of a layer have different formats.
     """
     for name, module in model.named_modules():
         target = f"{name}.weight"
@@ -45,7 +45,7 @@ def _is_low_bit(links: Sequence[Link], tensors: Mapping[str, StoredTensor]) -> b
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Place:
-    """Which outputs and inputs of a source are which of a target.
+    """Correspondence of a source's outputs and inputs to a target's.
 
     Attributes:
         source_rows: Outputs of the source.
@@ -59,7 +59,7 @@ class Place:
 
 
 def _places(link: Link, shape: Sizes, outputs: int) -> Place | None:
-    """Return the place of a link with all inputs of its target; None for another."""
+    """Return the place of a link that covers all inputs of its target; None for other links."""
     area = link.area(shape)
     sizes, source = sizes_of(area), link.source_area
     order = link.order or tuple(range(len(sizes)))
@@ -103,7 +103,7 @@ def _joined(
 
 
 def _unless_all(index: Tensor) -> Tensor | None:
-    """Return None for an index that takes everything in order."""
+    """Return an index, or None if it selects everything in order."""
     return None if torch.equal(index, torch.arange(len(index))) else index
 
 
@@ -113,16 +113,16 @@ def as_source(
     shapes: Mapping[str, Sizes],
     outputs: Mapping[str, int],
 ) -> StoredLinear:
-    """Return a layer of a folder, of the model's layers that it is part of.
+    """Return a layer of a folder from the model's layers that contain it.
 
     Args:
-        links: Of the folder's tensor.
-        layers: Of the model, by the name of the weight.
-        shapes: Of the model's parameters.
-        outputs: Dims of outputs of the weights.
+        links: Links of the folder's tensor.
+        layers: Layers of the model, by name of the weight.
+        shapes: Shapes of the model's parameters.
+        outputs: Number of output dims of each weight.
 
     Raises:
-        ExchangeError: The folder has it transposed, or parts differ in their formats.
+        ExchangeError: The folder stores it transposed, or the parts have different formats.
     """
     parts, rows = [], []
     for link in links:

@@ -1,4 +1,4 @@
-"""Tensors of folders that store experts in MXFP4, as those of GPT-OSS are published."""
+"""Tensors of folders with experts in MXFP4, such as the published GPT-OSS."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from mt_hf.reading.tensors import StoredTensor
 
 METHOD = "mxfp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1; the fourth bit is the sign
-_BYTES = 16  # of the 32 elements of a block
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of e2m1; the fourth bit is the sign
+_BYTES = 16  # size of the 32 elements of a block
 _BIAS = 127
 _NAN = 255
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredExperts(StoredTensor):
-    """Weights of experts in 4 bits, with a power of two for each 32 inputs (OCP MX, 2023).
+    """Weights of experts in 4 bits, with a power of two as the scale of 32 inputs (OCP MX, 2023).
 
     Attributes:
-        blocks: Two codes in a byte, the earlier one in the low half.
-        scales: Exponents and 127.
+        blocks: Two codes in a byte, the first in the low half.
+        scales: Exponents, plus 127.
 
     Shape:
         blocks: [experts, out, in / 32, 16]. scales: [experts, out, in / 32]. The tensor itself is
-        [experts, in, out], as the same folder has it in bf16.
+        [experts, in, out], as in the same folder in bf16.
     """
 
     blocks: StoredTensor
     scales: StoredTensor
 
     def map(self) -> Tensor:
-        """Return the values, computed now."""
+        """Return the dequantised values, computed at this call."""
         codes, scales = self.blocks.map(), self.scales.map()
         values = torch.tensor([*_VALUES, *(-each for each in _VALUES)])
         made = torch.empty(self.shape, dtype=self.dtype)
@@ -52,14 +52,14 @@ class StoredExperts(StoredTensor):
 def with_experts(
     tensors: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return a folder's tensors with one in place of the blocks and scales of a weight.
+    """Return a folder's tensors with one tensor instead of the blocks and scales of a weight.
 
     Args:
-        tensors: By name.
-        dtype: Of the values.
+        tensors: The folder's tensors by name.
+        dtype: Dtype of the dequantised values.
 
     Raises:
-        ExchangeError: One of the two is missing, or they don't fit each other.
+        ExchangeError: Blocks or scales are missing, or they don't fit each other.
     """
     found = dict(tensors)
     ends = (_BLOCKS, _SCALES)

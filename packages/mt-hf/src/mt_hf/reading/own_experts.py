@@ -1,4 +1,4 @@
-"""Experts that are linear layers of their own, as folders name them, to be read and written."""
+"""Experts as separate linear layers, for reading and writing quantised folders."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mt_hf.reading.pretrained import Pretrained
 
 
 def with_own_experts(model: Stack[Any], found: Pretrained) -> Pretrained:
-    """Make experts that a folder has in low precision layers of their own, each with its tensors.
+    """Turn quantised experts of a folder into separate linear layers of the model.
 
     Args:
-        model: Changed in place, if the folder has such experts.
+        model: The model, changed in place if the folder has such experts.
         found: The folder.
 
     Returns:
@@ -28,7 +28,7 @@ def with_own_experts(model: Stack[Any], found: Pretrained) -> Pretrained:
 
     Raises:
         ExchangeError: A tensor holds several experts.
-        ValueError: Experts with biases are cut over ranks.
+        ValueError: Ranks split experts with biases.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, GroupedLinear)]
     links = (link for name in names for link in found.links[f"{name}.weight"])
@@ -44,7 +44,7 @@ def with_own_experts(model: Stack[Any], found: Pretrained) -> Pretrained:
 
 
 def expert_layers(model: nn.Module) -> set[str]:
-    """Return the names of what holds experts that are layers of their own."""
+    """Return the names of the modules whose experts are separate layers."""
     return {name for name, module in model.named_modules() if isinstance(module, LinearExperts)}
 
 
@@ -52,11 +52,11 @@ def own_link(link: Link, layers: Collection[str]) -> Link:
     """Return a link to the layer of its expert.
 
     Args:
-        link: To a parameter.
-        layers: Names of what holds experts as layers of their own; other links stay.
+        link: Link to a parameter.
+        layers: Names of the modules whose experts are separate layers; other links stay.
 
     Raises:
-        ExchangeError: It is of several experts.
+        ExchangeError: The tensor holds several experts.
     """
     base, _, leaf = link.target.rpartition(".")
     if base not in layers:
@@ -79,7 +79,7 @@ def own_link(link: Link, layers: Collection[str]) -> Link:
 def own_shapes(
     shapes: Mapping[str, Sizes], links: Mapping[str, Sequence[Link]], layers: Collection[str]
 ) -> dict[str, Sizes]:
-    """Return the shapes of parameters, and those of the experts' own layers."""
+    """Return the shapes of parameters, including separate layers of experts."""
     found = dict(shapes)
     for several in links.values():
         for link in several:

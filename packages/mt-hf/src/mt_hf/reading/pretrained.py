@@ -34,13 +34,13 @@ _SHOWN = 5  # tensors in a message
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained(Description):
-    """What a folder of Hugging Face holds, checked, before any weight is read.
+    """A checked folder of Hugging Face, before any weight is read.
 
     Attributes:
-        tensors: The tensors that are linked, by name.
-        links: Which of them are which of the model's parameters, by parameter.
-        shapes: Of the model's parameters, and of buffers that are saved beside them.
-        kv_scales: Scales of keys and values, where config.json has a `kv_cache_scheme`, by name.
+        tensors: The linked tensors, by name.
+        links: Links from tensors to the model's parameters, by parameter.
+        shapes: Shapes of the model's parameters and saved buffers.
+        kv_scales: Scales of keys and values by name, if config.json has a `kv_cache_scheme`.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -50,7 +50,7 @@ class Pretrained(Description):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most elements."""
+        """Dtype of most elements."""
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self.tensors.values():
             sizes[tensor.dtype] += prod(tensor.shape)
@@ -58,14 +58,14 @@ class Pretrained(Description):
 
     @torch.no_grad()
     def fill(self, name: str, into: Tensor, offsets: Sequence[int] | None = None) -> None:
-        """Copy a box of a parameter's values into a tensor, which gets them in its own dtype.
+        """Copy a box of a parameter's values into a tensor of any dtype.
 
-        Only pages of the files that hold the box are read.
+        Only the pages of the files with the box are read.
 
         Args:
-            name: Of the parameter in the whole model.
-            into: The box.
-            offsets: Its first index in the whole parameter; None for the start.
+            name: Name of the parameter in the whole model.
+            into: Tensor of the box.
+            offsets: First index of the box in the whole parameter; None for the start.
         """
         starts = (0,) * into.dim() if offsets is None else offsets
         own = tuple((start, start + n) for start, n in zip(starts, into.shape, strict=True))
@@ -81,9 +81,9 @@ class Pretrained(Description):
                 into[inside(shared, own)].copy_(window[inside(shared, area)])
 
     def padded(self, vocab_multiple: int) -> Pretrained:
-        """Return the same with rows for a multiple of the vocabulary; see `ModelConfig`.
+        """Return the same model with its vocabulary padded to a multiple; see `ModelConfig`.
 
-        What has no vocabulary stays as it is.
+        A model without a vocabulary is returned unchanged.
         """
         if not isinstance(self.config, ModelConfig):
             return self
@@ -92,10 +92,10 @@ class Pretrained(Description):
         return replace(self, config=config, links=by_target(links, shapes), shapes=shapes)
 
     def initializer(self, state: ParallelState) -> Callable[[str, nn.Parameter], None]:
-        """Return what gives parameters of a model on the meta device these values, one by one.
+        """Return a function that fills one parameter at a time of a model on the meta device.
 
-        It is what `mt_data_parallel.shard` takes as `init`; see `mt_model.initializer`. Buffers
-        (`mt_model.saved_buffers`) are whole on each rank: `fill` gives them theirs.
+        Pass it to `mt_data_parallel.shard` as `init`; see `mt_model.initializer`. Fill buffers
+        (`mt_model.saved_buffers`), which are whole on each rank, with `fill`.
         """
 
         def fill(name: str, param: nn.Parameter) -> None:
@@ -105,15 +105,15 @@ class Pretrained(Description):
 
 
 def open_pretrained(folder: str | Path) -> Pretrained:
-    """Check a folder: its config.json, and that its tensors are the model's, each exactly once.
+    """Check a folder: its config.json, and that its tensors cover the model exactly once.
 
     Args:
-        folder: With config.json and safetensors files, as transformers' `save_pretrained` and the
-            Hugging Face hub have it.
+        folder: A folder with config.json and safetensors files, from transformers'
+            `save_pretrained` or the Hugging Face hub.
 
     Raises:
-        ExchangeError: The architecture or a field is not known; tensors are missing, not expected
-            or of another shape; a file is damaged. The message names file and tensor.
+        ExchangeError: The architecture or a field is unknown; tensors are missing, unexpected or
+            of a wrong shape; a file is damaged. The message names file and tensor.
         FileError: A file can't be read.
     """
     described = read_description(folder)
@@ -137,19 +137,19 @@ def open_pretrained(folder: str | Path) -> Pretrained:
 def _kv_scales(
     described: Description, found: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the scales of keys and values, which are no weights."""
+    """Return the tensors with scales of keys and values."""
     told = described.given.get("quantization_config")
     if not isinstance(told, Mapping):
         return {}
     if told.get("kv_cache_scheme") is None and told.get("quant_method") != "modelopt":
         return {}
-    from mt_quant import KV_LEAVES  # of a folder that brings mt-quant anyway
+    from mt_quant import KV_LEAVES  # only for a quantised folder
 
     return {n: tensor for n, tensor in found.items() if n.rpartition(".")[2] in KV_LEAVES}
 
 
 def _opened(described: Description) -> Mapping[str, StoredTensor]:
-    """Return the tensors of a folder; of what is in low precision the values alone."""
+    """Return the tensors of a folder; quantised ones give dequantised values."""
     tensors = open_tensors(described.folder)
     quantization = described.given.get("quantization_config")
     if quantization is None:
@@ -164,7 +164,7 @@ def _opened(described: Description) -> Mapping[str, StoredTensor]:
 
 
 def stored_dtype(given: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that a config.json says its tensors have, if it does."""
+    """Return the dtype that a config.json names, if any."""
     named = given.get("dtype") or given.get("torch_dtype")
     known = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
     return known.get(named) if isinstance(named, str) else None
@@ -172,7 +172,7 @@ def stored_dtype(given: Mapping[str, Any]) -> torch.dtype | None:
 
 def linked(family: Family, config: StackConfig) -> tuple[list[Link], dict[str, Sizes]]:
     """Return the links of a model, checked, and the shapes of its parameters and buffers."""
-    if isinstance(config, ModelConfig):  # modules of training alone have no tensors in a folder
+    if isinstance(config, ModelConfig):  # folders have no tensors of training-only modules
         config = replace(config, mtp=None)
     model = config.build(device="meta")
     shapes = {name: tuple(tensor.shape) for name, tensor in saved_tensors(model)}
@@ -202,7 +202,7 @@ def by_target(links: Iterable[Link], shapes: Mapping[str, Sizes]) -> dict[str, l
 
 
 def by_source(family: Family, config: StackConfig, links: Iterable[Link]) -> dict[str, list[Link]]:
-    """Return the links of each tensor that is written; a copy has those of what it repeats."""
+    """Return the links of each tensor to write; a copy has the links of the tensor it repeats."""
     found: dict[str, list[Link]] = {}
     for link in links:
         found.setdefault(link.source, []).append(link)
@@ -210,7 +210,7 @@ def by_source(family: Family, config: StackConfig, links: Iterable[Link]) -> dic
 
 
 def _unwrapped(family: Family, found: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Return the tensors without the family's wrapper, where all names have it."""
+    """Return the tensors without the family's prefix, if all names have it."""
     if not family.wrapper or not all(name.startswith(family.wrapper) for name in found):
         return found
     return {name.removeprefix(family.wrapper): tensor for name, tensor in found.items()}
@@ -219,7 +219,7 @@ def _unwrapped(family: Family, found: Mapping[str, StoredTensor]) -> Mapping[str
 def _renamed(
     described: Description, found: Mapping[str, StoredTensor], known: Collection[str]
 ) -> Mapping[str, StoredTensor]:
-    """Return the tensors by the names of links, also those that have another version's names."""
+    """Return the tensors by the names of links, with names of other versions replaced."""
     names: dict[str, StoredTensor] = {}
     for name, tensor in found.items():
         own = name
@@ -242,7 +242,7 @@ def _renamed(
 def _matched(
     described: Description, links: Sequence[Link], found: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """Return the tensors that are linked; what is missing, left over or different is an error."""
+    """Return the linked tensors; missing, unexpected and different tensors are errors."""
     folder, family = described.folder, described.family
     shapes = {link.source: link.shape for link in links}
     copies = {copy: of for copy, of in family.copies if copy not in shapes}

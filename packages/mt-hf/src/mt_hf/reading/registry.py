@@ -1,4 +1,4 @@
-"""The families that are known: those of this package, and those that others add."""
+"""The known families, from this package and from entry points."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ GROUP = "mt.models"
 def known_families() -> dict[str, Family]:
     """Return the families by name.
 
-    They are those of `mt_hf.families`, and what the entry points of the group `mt.models` name, in
-    packages that are installed.
+    They are the families of `mt_hf.families`, and those that installed packages add through entry
+    points of the group `mt.models`.
 
     Raises:
-        ExchangeError: An entry point names no family, or two families have one name.
+        ExchangeError: An entry point is no family, or two families have the same name.
     """
     found: dict[str, Family] = {}
     for origin, family in _all():
@@ -45,11 +45,11 @@ def family_of(given: Mapping[str, Any], path: Path) -> Family:
     """Return the family of a config.json.
 
     Args:
-        given: Its content.
+        given: Content of the config.json.
         path: The file, for messages.
 
     Raises:
-        ExchangeError: Its architecture is not known.
+        ExchangeError: The architecture is unknown.
     """
     known = known_families()
     named = given.get("architectures")
@@ -78,14 +78,14 @@ def family_of(given: Mapping[str, Any], path: Path) -> Family:
 
 
 def find_family(config: StackConfig, named: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """Return a family that a model is of, and the fields of its config.json.
+    """Return the family of a model, and the fields of its config.json.
 
     Args:
         config: The model.
-        named: The family; None for the first by name that has such a model, and is like no other.
+        named: Name of the family; None for the first with such a model and without a `like`.
 
     Raises:
-        ExchangeError: None has; the message gives the reason of each.
+        ExchangeError: No family has such a model; the message gives each family's reason.
     """
     known = known_families()
     if named is not None and named not in known:
@@ -108,6 +108,6 @@ def _all() -> Iterator[tuple[str, Any]]:
 
 
 def _decoders() -> list[Family]:
-    """Return the families of language models that take no images of their own."""
+    """Return the families of language models without images."""
     found = known_families().values()
     return [each for each in found if each.builds is ModelConfig and each.name != "llava"]

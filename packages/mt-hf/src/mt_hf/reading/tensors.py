@@ -1,4 +1,4 @@
-"""Reading of safetensors files, one or several with an index, that somebody else wrote."""
+"""Reading of safetensors files from others: one file, or several with an index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from mt_hf.family.error import ExchangeError
 from mt_hf.reading.files import INDEX, ONE_FILE, root_of
 
-_MAX_HEADER = 100_000_000  # of the format's own reader
+_MAX_HEADER = 100_000_000  # limit of the format's own reader
 _MAX_INDEX = 1 << 28
 _MAX_DIMS = 32
 
@@ -46,12 +46,12 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
-        name: Of the tensor.
-        path: The file.
-        root: The folder that the file lies in, wherever links lead.
-        dtype: Of the elements.
-        shape: Of the tensor.
-        start: First byte in the file.
+        name: Name of the tensor.
+        path: Path of the file.
+        root: Folder that symbolic links must stay within.
+        dtype: Dtype of the elements.
+        shape: Shape of the tensor.
+        start: Offset of the first byte in the file.
     """
 
     name: str
@@ -62,9 +62,9 @@ class StoredTensor:
     start: int
 
     def map(self) -> Tensor:
-        """Return the tensor as pages of the file, which are read when they are touched.
+        """Return the tensor as mapped pages of the file, which are read on first use.
 
-        Its memory is private: writing to it does not change the file.
+        The mapping is private: writing to the tensor does not change the file.
         """
         count = prod(self.shape)
         if not count:
@@ -84,14 +84,14 @@ class StoredTensor:
 
 
 def open_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder by its name, from the headers alone.
+    """Return every tensor of a folder by name, from the headers alone.
 
     Args:
-        folder: With `model.safetensors`, or `model.safetensors.index.json` and what it names.
+        folder: A folder with `model.safetensors`, or `model.safetensors.index.json` and its files.
 
     Raises:
-        ExchangeError: There is no such file, one is damaged, or the index and the files differ; the
-            message names file and tensor.
+        ExchangeError: A file is missing or damaged, or contradicts the index; the message names
+            file and tensor.
         FileError: A file can't be read, or a link leads out of the folder.
     """
     if (folder / ONE_FILE).exists():
@@ -195,7 +195,7 @@ def _is_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def _view(pages: mmap.mmap, offset: int, dtype: torch.dtype, count: int) -> Tensor:
-    """View bytes as elements; where they are not aligned, copy them."""
+    """View bytes as elements; unaligned bytes are copied."""
     if offset % dtype.itemsize:
         raw = torch.frombuffer(
             pages, dtype=torch.uint8, offset=offset, count=count * dtype.itemsize

@@ -1,1 +1,1 @@
-"""Folders of Hugging Face transformers, written."""
+"""Writing of folders of Hugging Face transformers."""

@@ -1,6 +1,6 @@
-"""Between folders of Hugging Face and run folders: streamed, on a CPU, for any layout.
+"""Conversion between folders of Hugging Face and run folders, streamed on a CPU, for any layout.
 
-It needs mt-ckpt and mt-data, which the extra `mt-hf[cli]` brings.
+It needs mt-ckpt and mt-data, from the extra `mt-hf[cli]`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ def import_pretrained(
     vocab_multiple: int | None = None,
     eod: str | None = None,
 ) -> StackConfig:
-    """Make a run folder of a folder of Hugging Face: one checkpoint, at step 0.
+    """Convert a folder of Hugging Face to a run folder with one checkpoint, at step 0.
 
     `mt-infer generate` reads it, and mt-train starts from it (`checkpoint.load`, with
     `load_mode: weights`), on any layout. The weights have the dtypes of the folder.
 
     Args:
-        folder: With config.json and safetensors files.
-        out: Does not exist, or is empty.
-        vocab_multiple: Of the model; 128, or 8 for less than 1024 tokens, where None.
-        eod: The token that ends a document, where the folder's `eos_token` is another.
+        folder: A folder with config.json and safetensors files.
+        out: The run folder; it must not exist, or be empty.
+        vocab_multiple: Multiple to which the vocabulary is padded; by default 128, or 8 below 1024
+            tokens.
+        eod: The token that ends a document, if it is not the folder's `eos_token`.
 
     Returns:
-        The model.
+        The config of the model.
 
     Raises:
         ExchangeError: `open_pretrained` refuses the folder, or there is something at `out`.
@@ -75,22 +76,22 @@ def export_checkpoint(
     ema: bool = False,
     file_size: int = FILE_SIZE,
 ) -> None:
-    """Write a checkpoint of any layout as a folder that transformers loads, tensor by tensor.
+    """Write a checkpoint of any layout as a folder for transformers, tensor by tensor.
 
     Args:
         checkpoint: A run folder, its folder of checkpoints, or a step directory.
-        folder: Does not exist, or is empty.
-        like: A folder whose config.json, generation_config.json and tokenizer files are carried
-            over; where None that of the run, if its weights came from one.
-        family: Name of the family; that of `like`, or the first that has such a model, where None.
-        dtype: Of all tensors; where None that which the config.json of `like` names, or those of
-            the checkpoint.
-        ema: Write the average of the weights over the steps.
-        file_size: Bytes of tensors in a file.
+        folder: The folder to make; it must not exist, or be empty.
+        like: A folder whose config.json, generation_config.json and tokenizer files are copied; by
+            default the one from which the run's weights came.
+        family: Name of the family; by default the family of `like`, or the first with such a model.
+        dtype: Dtype of all tensors; by default the one in the config.json of `like`, or the dtypes
+            of the checkpoint.
+        ema: Whether to write the moving average of the weights.
+        file_size: Largest size of a file's tensors, in bytes.
 
     Raises:
-        ExchangeError: The model is of no known family, or not of this one, or there is something
-            at `folder`. Nothing was written.
+        ExchangeError: The model is of no known family, or not of this one, or `folder` exists.
+            Nothing was written.
         CheckpointError: The checkpoint is damaged, or holds no model.
         FileError: A file can't be read or written.
     """
@@ -108,7 +109,7 @@ def export_checkpoint(
         if not stored:
             raise ExchangeError(f"{arrays.path} has no {prefix}; give a checkpoint that has")
         if dtype is None and told not in stored.values():
-            dtype = told  # what trains keeps wider weights than it was given
+            dtype = told  # training keeps wider weights than the folder had
         export = plan_export(
             config,
             like=None if like is None else Path(like),
@@ -138,7 +139,7 @@ def _fill(
 
 
 def _stored(arrays: ArrayReader, prefix: str) -> dict[str, torch.dtype]:
-    """Return the dtypes of the arrays under a prefix, by the names behind it."""
+    """Return the dtypes of the arrays under a prefix, by the rest of their names."""
     return {
         name.removeprefix(f"{prefix}/"): getattr(torch, spec.dtype)
         for name, spec in arrays.manifest.arrays.items()
@@ -147,7 +148,7 @@ def _stored(arrays: ArrayReader, prefix: str) -> dict[str, torch.dtype]:
 
 
 def source_of(checkpoint: Path) -> tuple[Path, RunFolder]:
-    """Return what is read, and the run that it belongs to."""
+    """Return the checkpoint to read, and the run that it belongs to."""
     from mt_ckpt import RunFolder
 
     whole = RunFolder(checkpoint)
@@ -158,7 +159,7 @@ def source_of(checkpoint: Path) -> tuple[Path, RunFolder]:
 
 
 def _shards(found: Pretrained) -> Iterator[TensorShard]:
-    """Yield the weights as pages of the files, and vocabularies that are padded as copies."""
+    """Yield the weights as mapped pages, and padded vocabularies as copies."""
     from mt_ckpt import RunFolder, TensorShard
 
     config = found.config
@@ -177,7 +178,7 @@ def _shards(found: Pretrained) -> Iterator[TensorShard]:
 
 
 def _tokenizer(found: Pretrained, run: RunFolder, eod: str | None) -> SavedTokenizer | None:
-    """Copy the tokenizer of a folder into a run; None where there is none."""
+    """Copy the tokenizer of a folder into a run; return None without a tokenizer."""
     from mt_ckpt import SavedTokenizer
     from mt_data import DataError, load_tokenizer
 

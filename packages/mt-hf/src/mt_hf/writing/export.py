@@ -1,4 +1,4 @@
-"""What a folder that is written will hold, whoever has the values."""
+"""The plan of a folder to write, independent of the owner of the values."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Export:
     """A folder to be written.
 
     Attributes:
-        family: Of the model.
-        content: What its config.json holds.
-        links: Of the model, by source.
-        shapes: Of the model's parameters and saved buffers.
+        family: Family of the model.
+        content: Content of config.json, or a file to copy.
+        links: Links of the model, by source tensor.
+        shapes: Shapes of the model's parameters and saved buffers.
         files: The tensors of each file, in order.
-        carried: Files that are copied, as they are.
-        beside: Content of other files, by name; it replaces that of a carried one.
+        carried: Files to copy unchanged.
+        beside: Content of other files by name; it replaces copied files.
     """
 
     family: Family
@@ -55,15 +55,15 @@ class Export:
 
     @property
     def order(self) -> list[str]:
-        """The names of the tensors, as they are written."""
+        """Names of the tensors in the order of writing."""
         return [tensor.name for part in self.files.values() for tensor in part]
 
     def write(self, folder: Path, fill: Callable[[str, Tensor], None]) -> None:
         """Write the folder, tensor by tensor; it appears when it is complete.
 
         Args:
-            folder: Does not exist, or is empty.
-            fill: Fills a tensor of the folder, in the order of `order`.
+            folder: The folder to make; it must not exist, or be empty.
+            fill: Function that fills a tensor by name, called in the order of `order`.
         """
         with new_folder(folder) as temporary:
             for name, part in self.files.items():
@@ -94,15 +94,15 @@ def plan_export(
     dtypes: Mapping[str, torch.dtype],
     file_size: int,
 ) -> Export:
-    """Choose the family and make everything of a folder but its weights.
+    """Choose the family, and plan a folder without its weights.
 
     Args:
-        config: The model.
-        like: A folder of the same family whose other files are carried over; None for none.
-        family: Its name; that of `like`, or the first that has such a model, where None.
-        dtype: Of all tensors but those of buffers; None for those of `dtypes`.
-        dtypes: By the name of the tensor, or of a parameter that is linked to it.
-        file_size: Bytes of tensors in a file.
+        config: Config of the model.
+        like: A folder of the same family whose other files are copied; None for none.
+        family: Name of the family; by default the family of `like`, or the first with such a model.
+        dtype: Dtype of all tensors except buffers; None for those in `dtypes`.
+        dtypes: Dtypes by name of the tensor, or of a linked parameter.
+        file_size: Largest size of a file's tensors, in bytes.
 
     Raises:
         ExchangeError: The model is not of the family.
@@ -158,7 +158,7 @@ def _content(
     planned: Sequence[Planned],
     buffers: Collection[str],
 ) -> str | Path:
-    """Return what config.json holds: that of `like`, where it still says what the model is."""
+    """Return the content of config.json, or the file of `like` if it describes the model."""
     dtypes = {tensor.dtype for tensor in planned if tensor.name not in buffers}
     only = next(iter(dtypes)) if len(dtypes) == 1 else None
     told = stored_dtype(given)

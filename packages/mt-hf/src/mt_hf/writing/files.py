@@ -27,12 +27,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A tensor that will be written.
+    """A tensor to write.
 
     Attributes:
-        name: Of the tensor.
-        shape: Of the tensor.
-        dtype: Of its elements.
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        dtype: Dtype of its elements.
     """
 
     name: str
@@ -41,18 +41,18 @@ class Planned:
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def plan_files(tensors: Sequence[Planned], limit: int) -> dict[str, list[Planned]]:
-    """Share tensors out to files of at most `limit` bytes; a larger tensor has one of its own.
+    """Distribute tensors to files of at most `limit` bytes; a larger tensor gets its own file.
 
-    Within a file the widest elements come first, so that all are aligned.
+    In a file the widest elements come first, so that all are aligned.
 
     Args:
-        tensors: In the order in which they go to the files.
-        limit: Bytes of tensors in a file.
+        tensors: Tensors in the order of the files.
+        limit: Largest size of a file's tensors, in bytes.
     """
     parts: list[list[Planned]] = []
     room = 0
@@ -69,7 +69,7 @@ def plan_files(tensors: Sequence[Planned], limit: int) -> dict[str, list[Planned
 
 
 def header_of(tensors: Sequence[Planned]) -> bytes:
-    """Return what a file starts with."""
+    """Return the header of a file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:
@@ -85,7 +85,7 @@ def header_of(tensors: Sequence[Planned]) -> bytes:
 
 
 def write_index(folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
-    """Write which file has which tensor, where there are several."""
+    """Write the index of tensors, if there are several files."""
     if len(files) == 1:
         return
     total = sum(tensor.size for part in files.values() for tensor in part)
@@ -95,7 +95,7 @@ def write_index(folder: Path, files: Mapping[str, Sequence[Planned]]) -> None:
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
-    """Append the bytes of a contiguous tensor in the memory of the CPU."""
+    """Append the bytes of a contiguous CPU tensor."""
     size = tensor.numel() * tensor.itemsize
     if size:  # without numpy, which torch does not need
         file.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
@@ -103,10 +103,10 @@ def write_tensor(file: BinaryIO, tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder beside `path` that takes its name at the end, or is gone if the block raises.
+    """Yield a temporary folder, renamed to `path` at the end or removed after an error.
 
     Raises:
-        ExchangeError: There is something at `path` already, other than an empty folder.
+        ExchangeError: `path` exists and is no empty folder.
         FileError: The folder can't be made.
     """
     check_free(path)
@@ -131,7 +131,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def check_free(path: Path) -> None:
-    """Raise ExchangeError unless there is nothing at a path, or an empty folder."""
+    """Raise ExchangeError if a path exists and is no empty folder."""
     if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise ExchangeError(f"{path} exists; name a folder that does not, or is empty")
 

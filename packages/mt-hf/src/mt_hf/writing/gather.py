@@ -1,4 +1,4 @@
-"""The parts of a model's tensors, brought together on the first rank one tensor at a time."""
+"""Gathering of a model's tensors on the first rank, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ _WORLD = "tp-cp-dp-pp"
 
 
 class Gather:
-    """What each rank has of a model's tensors, and the way from there to the first rank.
+    """The parts of a model's tensors on each rank, and their transfer to the first rank.
 
-    Making one is collective over the ranks of the model's layout: they tell each other which
-    boxes of parameters and saved buffers they have. Of the ranks that have the same box one sends
-    it.
+    The constructor is collective over the ranks of the model's layout: they exchange the boxes of
+    their parameters and saved buffers. Of the ranks with the same box, one sends it.
 
     Args:
         stages: This rank's stages.
 
     Attributes:
-        is_first: Whether this rank has the tensors in the end.
+        is_first: Whether this rank receives the tensors.
     """
 
     def __init__(self, stages: Sequence[Stack[Any]]) -> None:
@@ -63,14 +62,14 @@ class Gather:
     def run(
         self, links: Sequence[Link], shapes: Mapping[str, Sequence[int]], into: Tensor | None
     ) -> None:
-        """Send this rank's parts of a tensor, or put together those of all.
+        """Send this rank's parts of a tensor, or assemble the parts of all ranks.
 
-        Every rank calls it with the same links.
+        Every rank calls this with the same links.
 
         Args:
-            links: All of one source.
-            shapes: Of the parameters.
-            into: The source, on the first rank, or None to forget what arrives.
+            links: All links of one source tensor.
+            shapes: Shapes of the parameters.
+            into: The source tensor on the first rank; None to discard the parts.
         """
         for link, rank, area, shared in self._parts(links, shapes):
             if rank == self._rank:
@@ -91,7 +90,7 @@ class Gather:
     def _parts(
         self, links: Sequence[Link], shapes: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[Link, int, Area, Area]]:
-        """Yield each rank's share of each link: the link, the rank, its box, and what is shared."""
+        """Yield each rank's part of each link: the link, the rank, its box, and the shared box."""
         for link in links:
             for rank, area in self._owners[link.target]:
                 shared = common(area, link.area(shapes[link.target]))

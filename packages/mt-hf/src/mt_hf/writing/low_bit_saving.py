@@ -1,4 +1,4 @@
-"""From a model with layers in low precision to a folder that says so."""
+"""Writing of quantised models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Formats: TypeAlias = tuple[WeightFormat, InputFormat | None]
 
 
 def has_low_bits(model: Stack[Any]) -> bool:
-    """Whether a model has layers in low precision, or keeps its keys and values so."""
+    """Return whether a model has quantised layers, or quantised keys and values."""
     low = any(isinstance(module, QuantizedLinear) for module in model.modules())
     return low or bool(model.kv_schemes)
 
@@ -55,15 +55,15 @@ def write_low_bits(
     """Write a model of one process, tensor by tensor; the folder appears when it is complete.
 
     Args:
-        model: With layers in low precision.
-        export: Of the same model in full precision.
-        folder: Does not exist, or is empty.
-        layout: Of what is in low precision.
-        dtype: Of scales.
-        file_size: Bytes of tensors in a file.
+        model: The quantised model.
+        export: Plan for the same model in full precision.
+        folder: The folder to make; it must not exist, or be empty.
+        layout: Layout of quantised layers.
+        dtype: Dtype of scales.
+        file_size: Largest size of a file's tensors, in bytes.
 
     Raises:
-        ExchangeError: A layer has what the layout has no place for. Nothing is left at `folder`.
+        ExchangeError: The layout can't store a layer. Nothing is left at `folder`.
     """
     try:
         chosen = LayoutWriter.of(layout)
@@ -82,7 +82,7 @@ def write_low_bits(
 
 
 class _Writer:
-    """The tensors of a folder, of the parameters of a model."""
+    """The tensors of a folder, made from a model's parameters."""
 
     def __init__(
         self, model: Stack[Any], export: Export, layout: LayoutWriter, dtype: torch.dtype
@@ -100,11 +100,11 @@ class _Writer:
         if isinstance(model, GPT):
             self._schemes = written_kv_schemes(model, export.links)
         self._scales: dict[str, Tensor] = {}
-        self._sources: dict[str, str] = {}  # tensors that are parts of a layer, and its weight
+        self._sources: dict[str, str] = {}  # the weight to which each tensor of a layer belongs
         self._formats: dict[str, Formats] = {}
 
     def planned(self, tensor: Planned) -> list[Planned]:
-        """Return what is written in place of a tensor."""
+        """Return the tensors to write instead of a plain one."""
         links = self._export.links[tensor.name]
         low = [link.target in self._layers for link in links]
         if not any(low):
@@ -124,7 +124,7 @@ class _Writer:
         return [Planned(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in made.items()]
 
     def scales(self) -> list[Planned]:
-        """Return what is written of keys and values."""
+        """Return the scales of keys and values to write."""
         for name, scheme in self._schemes.items():
             try:
                 made = write_kv_scales(scheme)
@@ -136,7 +136,7 @@ class _Writer:
         return [Planned(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in scales]
 
     def content(self) -> tuple[str, dict[str, bytes]]:
-        """Return config.json, with what is in low precision and how, and files beside it."""
+        """Return config.json with the description of quantised layers, and files beside it."""
         given = self._export.content
         fields = read_config(given.parent) if isinstance(given, Path) else json.loads(given)
         try:
@@ -176,7 +176,7 @@ class _Writer:
 
 
 def _of_own_experts(export: Export, model: nn.Module) -> Export:
-    """Return what is written, of the layers of a model whose experts are linear ones."""
+    """Return the plan with links to experts as separate linear layers."""
     layers = expert_layers(model)
     links = {
         name: [own_link(link, layers) for link in several] for name, several in export.links.items()

@@ -32,11 +32,11 @@ def quantize_for_folder(
     layout: str = "compressed-tensors",
     progress: Callable[[Progress], None] | None = None,
 ) -> ModelSizes:
-    """Quantise a model with nothing in it that a folder has no place for.
+    """Quantise a model so that a folder can store it.
 
-    Scales of inputs (AWQ, SmoothQuant) are folded into what makes the inputs. Static scales of keys
-    and values are made from what the quantised model keeps of the calibration data. Write the
-    model with `save_pretrained(model, folder, layout=layout)` afterwards.
+    Scales of inputs (AWQ, SmoothQuant) are folded into the modules that produce the inputs. Static
+    scales of keys and values come from the quantised model's cache on the calibration data. Write
+    the model with `save_pretrained(model, folder, layout=layout)` afterwards.
 
     Args:
         model: The whole model, on this process; changed in place.
@@ -52,7 +52,7 @@ def quantize_for_folder(
     Raises:
         QuantizationError: The rules don't fit the model, or a weight is not finite.
         CalibrationError: Data is needed and missing, empty, or leads to values that aren't finite.
-        ExchangeError: The layout has no place for what a rule makes.
+        ExchangeError: The layout can't store the result of a rule.
     """
     model.unfuse_experts()  # rules name each expert, and folders store them one by one
     decisions = config.decide(model)
@@ -83,7 +83,7 @@ def _check_formats(
     kv_cache: Mapping[int, KVFormat],
     layout: str,
 ) -> None:
-    """Refuse formats that the layout has no place for, before any layer is quantised."""
+    """Refuse formats that the layout lacks, before any layer is quantised."""
     layers = {n: (d.weight, d.input) for n, d in decisions.items() if d.weight is not None}
     keeping = {i: mixer for i, mixer in model.generating().items() if mixer.token_cache}
     kept = {str(kv_cache.get(index, "full")) for index in keeping}

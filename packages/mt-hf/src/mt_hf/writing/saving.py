@@ -1,4 +1,4 @@
-"""From a model on any layout to a folder of Hugging Face transformers."""
+"""Saving of a model on any layout to a folder of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def save_pretrained(  # noqa: PLR0913 - what a folder says, all by keyword
 ) -> None:
     """Write a model as a folder that Hugging Face transformers loads.
 
-    Every rank of the model's layout calls it. The tensors are sent one by one to the first rank,
-    which writes them: nobody has more than one whole tensor. The folder appears under its name
-    when it is complete. A model with layers in low precision, which is written from one process,
-    becomes a folder in a layout for them.
+    Every rank of the model's layout calls this. Tensors are sent one at a time to the first rank,
+    which writes them, so no rank holds more than one whole tensor. The folder gets its name when it
+    is complete. A quantised model must be on one process; it is written in a layout for quantised
+    layers.
 
     Args:
-        model: This rank's stage, or its stages where a schedule has several on it.
-        folder: Does not exist, or is empty.
-        like: A folder whose config.json, generation_config.json and tokenizer files are carried
-            over; the one that the model was read from where None.
-        family: Name of the family; that of `like`, or the first that has such a model, where None.
-        dtype: Of all tensors; where None that of the tensors which the model was read from, or of
-            the model.
-        file_size: Bytes of tensors in a file; where there are more, there are several files and
+        model: This rank's stage, or a list of its stages.
+        folder: The folder to make; it must not exist, or be empty.
+        like: A folder whose config.json, generation_config.json and tokenizer files are copied; by
+            default the one from which the model was read.
+        family: Name of the family; by default the family of `like`, or the first with such a model.
+        dtype: Dtype of all tensors; by default the dtype of the folder from which the model was
+            read, or the model's.
+        file_size: Largest size of a file's tensors, in bytes; larger models get several files and
             an index.
-        beside: Content of files that stand beside the weights, such as a tokenizer, by name.
-        layout: Of layers in low precision: `compressed-tensors`, which transformers and vLLM read,
-            or `modelopt`, which TensorRT-LLM, vLLM and SGLang do.
+        beside: Content of further files by name, such as a tokenizer.
+        layout: Layout of quantised layers: `compressed-tensors`, for transformers and vLLM, or
+            `modelopt`, for TensorRT-LLM, vLLM and SGLang.
 
     Raises:
-        ExchangeError: The model is of no known family, or not of this one; there is something at
-            `folder`; a file can't be read or written. It is raised on every rank, and nothing is
-            left at `folder`.
+        ExchangeError: The model is of no known family, or not of this one; `folder` exists; a file
+            can't be read or written. The error is raised on every rank, and nothing is left at
+            `folder`.
     """
     stages = [model] if isinstance(model, Stack) else list(model)
     if _has_low_bits(stages):
@@ -94,7 +94,7 @@ def save_pretrained(  # noqa: PLR0913 - what a folder says, all by keyword
 
 
 def _has_low_bits(stages: Sequence[Stack[Any]]) -> bool:
-    """Whether a model has layers in low precision, which are written from one process."""
+    """Return whether a model is quantised, and must be on one process."""
     from mt_hf.writing.low_bit_saving import has_low_bits  # mt-quant
 
     if not any(has_low_bits(stage) for stage in stages):
@@ -129,7 +129,7 @@ def _plan(
 
 
 def _write(export: Export, folder: Path, gather: Gather) -> tuple[str, Exception | None]:
-    """Write the folder; where that fails, let the other ranks get rid of what they send."""
+    """Write the folder; after a failure, receive and discard what the other ranks send."""
     left = iter(export.order)
 
     def fill(name: str, into: Tensor | None) -> None:

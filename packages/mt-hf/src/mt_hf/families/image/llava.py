@@ -110,7 +110,7 @@ def _own(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_family(text: ModelConfig, families: Iterable[Family]) -> tuple[Family, dict[str, Any]]:
-    """Return the first family with Llama's names that has a language model, and its fields.
+    """Return the first Llama-like family that fits a language model, and its fields.
 
     Raises:
         ValueError: There is none, or the model has a feature that no LLaVA has.

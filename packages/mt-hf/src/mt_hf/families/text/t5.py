@@ -270,7 +270,7 @@ def _mlp(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link
 def _parts(
     source: str, target: str, names: tuple[str, ...], shape: tuple[int, int], *, dim: int
 ) -> Iterator[Link]:
-    """Yield the weights that are concatenated along a dim of a fused one."""
+    """Yield the links of weights concatenated along a dim of a fused weight."""
     for place, name in enumerate(names):
         for link in leaves(f"{source}.{name}", target, *shape, bias=False):
             yield replace(link, box={dim: (place, place + 1)})
