@@ -40,7 +40,7 @@ def expected(student, teacher, counted, temperature, vocab_size):
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("form", [{}, {"bias": False}, {"softcap": 3.0}], ids=str)
 def test_it_is_the_loss_of_whole_logits_with_its_gradients(form, temperature, monkeypatch):
-    monkeypatch.setitem(divergence.__globals__["_BLOCK"], "cpu", 1)  # blocks of 512
+    monkeypatch.setitem(divergence.__globals__, "block_rows", lambda *_: 512)
     student, teacher = sides(seed=0, **form), sides(seed=7)
     student = student._replace(hidden=drawn(3, 400, 8, seed=0))
     teacher = teacher._replace(hidden=drawn(3, 400, 8, seed=7))
