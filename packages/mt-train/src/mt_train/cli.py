@@ -63,7 +63,7 @@ class Config:
 
 @dataclass(kw_only=True)
 class Memory:
-    """Print what a rank will hold by what is made again in backward, without running anything."""
+    """Print the memory that each rank needs, for several plans of recomputation, without a run."""
 
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
     """The run's YAML file."""
@@ -240,7 +240,7 @@ def _folder(out: str) -> Path:
 
 
 def _run_folder(config: Path) -> Path:
-    """Return the folder of a run that is started without `--out`."""
+    """Return the default folder of a run."""
     parent = config.parent
     if config.name == "config.yaml" and (
         (parent / "metrics.jsonl").exists() or (parent / "checkpoints").is_dir()

@@ -1,4 +1,4 @@
-"""What each rank of a run will hold, by what is made again in backward: counted before the run."""
+"""Memory of each rank, for several plans of recomputation, counted without a run."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMemory:
-    """What a plan has a rank keep, in bytes.
+    """Activation memory of one plan on one rank, in bytes.
 
     Attributes:
-        modules: By name what each module keeps for backward of one micro-batch.
-        peak: Of all micro-batches that are in flight, where most is kept.
-        host: What of one micro-batch waits in the host's memory.
-        flops: Operations that backward makes again for one micro-batch.
+        modules: Bytes that each module keeps for backward of one micro-batch, by name.
+        peak: Bytes of all micro-batches in flight, at their peak.
+        host: Bytes of one micro-batch that wait in host memory.
+        flops: Operations that backward recomputes for one micro-batch.
     """
 
     modules: Mapping[str, int]
@@ -56,14 +56,14 @@ class PlanMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """What the ranks at one place of the pipeline hold, in bytes.
+    """Memory of the ranks at one place of the pipeline, in bytes.
 
     Attributes:
-        layers: Those of each stage, by index.
-        plans: By name.
-        weights: Of parameters, where they are not shared out.
-        gradients: Of the buffers that they are summed in.
-        optimizer: Of masters and moments.
+        layers: Layer indices of each stage.
+        plans: Activation memory of each plan, by name.
+        weights: Bytes of unsharded parameters.
+        gradients: Bytes of the gradient buffers.
+        optimizer: Bytes of master weights and moments.
     """
 
     layers: tuple[range, ...]
@@ -233,7 +233,7 @@ class _NoSamples:
 
 
 def _state_bytes(config: RunConfig, model: ModelConfig, layout: ParallelLayout) -> dict[str, int]:
-    """What the trainer itself makes, on `meta`: parameters, gradients and an optimizer's state."""
+    """Return the bytes of parameters, gradients and optimizer, from a trainer on `meta`."""
     from mt_data import BatchSampler
 
     from mt_train.training.trainer import Trainer
@@ -292,7 +292,7 @@ class _Numbers(TorchDispatchMode):
 
 
 def table(loaded: LoadedConfig, ranks: Sequence[RankMemory]) -> str:
-    """Write what was counted as text."""
+    """Return the counts as a table of text."""
     training, p = loaded.config.training, loaded.config.parallel
     names = list(ranks[0].plans)
     lines = [

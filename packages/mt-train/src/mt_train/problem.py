@@ -1,4 +1,4 @@
-"""Configuration problems: what is wrong, where, and the way out."""
+"""Errors of a configuration, each with its place and a fix."""
 
 from __future__ import annotations
 

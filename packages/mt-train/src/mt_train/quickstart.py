@@ -61,7 +61,7 @@ def load_quickstart(
 def _has_fast_bf16() -> bool:
     """Tell whether a step in bf16 is faster than in fp32 here.
 
-    All that is no product is slower, so the products have to be clearly faster.
+    Other operations are slower in bf16, so matrix products need to be clearly faster.
     """
     return torch.cuda.is_available() or bf16_speedup() > _FAST_BF16
 
@@ -95,7 +95,7 @@ def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> Outcome:
 
 
 def next_commands(out: Path) -> list[list[str]]:
-    """Return what is said to try next with the run in `out`."""
+    """Return commands to try next with the run in `out`."""
     run, config = str(out), str(out / "config.yaml")
     shorter = ["training.steps=200", "training.time_budget=null", "parallel.tp=2"]
     return [

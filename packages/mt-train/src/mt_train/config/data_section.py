@@ -14,16 +14,16 @@ _MAX_TOKENIZER = 10**7
 
 @dataclass(frozen=True, kw_only=True)
 class SpanSection:
-    """What is cut out of a text for a model with an encoder, which is to write it (T5).
+    """Span corruption for a model with an encoder, as in T5: the decoder writes the removed spans.
 
     Attributes:
-        density: Share of the tokens of a text that are cut out.
-        mean_length: Tokens of a span, on the average.
-        decoder_length: Tokens of the decoder's sequences; by default the least multiple of 8 that
-            holds what is cut out of one text. Short documents with `data.packing: documents` have
-            more to write: what does not fit is left out.
-        sentinels: Tokens behind those of the tokenizer that stand for spans, the last one for the
-            first; 0: the tokenizer's own last ones do, as T5's.
+        density: Share of a text's tokens to remove.
+        mean_length: Mean length of a span, in tokens.
+        decoder_length: Length of the decoder's sequences, in tokens; by default the smallest
+            multiple of 8 that holds all spans of one text. With `data.packing: documents` short
+            documents have more spans, and spans that do not fit are left out.
+        sentinels: Number of sentinel tokens to add after the tokenizer's own; the last one marks
+            the first span. With 0 the tokenizer's last tokens are the sentinels, as in T5.
     """
 
     density: float = 0.15
@@ -66,12 +66,12 @@ class SpanSection:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskingSection:
-    """What `data.objective: mlm` hides, and the special tokens of its rows.
+    """Masking for `data.objective: mlm`, and the special tokens of its rows.
 
     Attributes:
-        fraction: Share of a row's tokens that are to be found out; at least one is.
-        masked: Share of these that become the mask token.
-        random: Share of these that become any other token; the rest stays as it is.
+        fraction: Share of a row's tokens to predict; always at least one token.
+        masked: Share of the predicted tokens that become the mask token.
+        random: Share of the predicted tokens that become a random token; the rest stays unchanged.
         whole_words: Hide words with all their tokens.
         pairs: Rows of two texts, of which the second follows the first or is of another document;
             which of the two it is is learnt by `model.pooled_head` (next sentence prediction).
@@ -116,39 +116,39 @@ class DataSection:
     """Where tokens come from: prepared `.bin/.idx` prefixes, or a corpus built on first use.
 
     Paths in the YAML are relative to its folder, those on the command line to the working
-    directory. What a corpus needs is made once, under the run's `data` folder.
+    directory. The tokens of a corpus are built once, in the run's `data` folder.
 
     Attributes:
         corpus: `standard-library` (Python's own sources), a folder of text files, a `.jsonl` file
             or a text file.
-        glob: Which files of a corpus folder are read.
-        max_files: Read at most so many documents of the corpus.
-        vocab_size: Tokens of the tokenizer that is trained on the corpus.
-        pattern: How that tokenizer cuts text into words: `gpt2`, or `code`, which keeps runs of
-            spaces together.
-        validation_fraction: Share of the corpus's documents that is held out.
+        glob: Pattern of the files to read from a corpus folder.
+        max_files: Maximum number of documents to read from the corpus.
+        vocab_size: Vocabulary size of the tokenizer that mt-train trains on the corpus.
+        pattern: Rule by which that tokenizer splits text into words: `gpt2`, or `code`, which keeps
+            runs of spaces together.
+        validation_fraction: Share of the corpus's documents to hold out.
         train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`.
-        weights: How much of each entry of `train` is in a batch; by default as many as it has
+        weights: Share of each entry of `train` in a batch; by default proportional to its number of
             tokens.
         validation: Prefix of prepared held-out tokens.
-        tokenizer: The tokenizer.json, or sentencepiece model, of `train`, or one to use for
-            `corpus`.
+        tokenizer: File of the tokenizer for `train` or `corpus`: a tokenizer.json or a
+            sentencepiece model.
         eod: The special token of `tokenizer` that ends a document, such as `<|endoftext|>`; needed
             where the tokenizer has several that may, or none of the usual names.
-        packing: A sequence holds documents one after the other. `none` lets a token see all before
-            it; `documents` keeps attention within documents: positions begin anew with each, and
-            the first token of the next one is no label. Training and evaluation alike. With `spans`
-            a row is then several pairs, each of one document.
-        spans: For a model with `model.encoder_layers`, which needs it: spans are cut out of each
-            text, which the encoder reads, and the decoder is to write them; `{}` does it as T5.
+        packing: Attention between the documents of a sequence. `none` lets a token attend to
+            everything before it; `documents` keeps attention within a document: positions restart,
+            and the first token of a document is no label. It holds for training and evaluation.
+            With `spans` a row is then several pairs of one document each.
+        spans: Span corruption, which a model with `model.encoder_layers` needs: the encoder reads a
+            text without some spans, and the decoder writes them; `{}` uses T5's values.
             `training.sequence_length` is the encoder's.
-        objective: What is predicted: `clm` (causal language modelling), the next token; or `mlm`
-            (masked language modelling, BERT), tokens that are hidden, by a model with `causal:
-            false`. A row is then `[CLS] text [SEP]` of one document, filled up.
-        masking: How `mlm` hides: `{fraction: 0.15, masked: 0.8, random: 0.1, whole_words: false,
-            pairs: false}`, which are the defaults, and the names of the special tokens `cls`,
-            `sep`, `mask` and `pad`, which `tokenizer` has to have. With `pairs` a row is `[CLS] a
-            [SEP] b [SEP]`, and `model.pooled_head` learns whether b follows a.
+        objective: Training objective: `clm` (causal language modelling) predicts the next token;
+            `mlm` (masked language modelling, BERT) predicts hidden tokens, with a model of `causal:
+            false`. An `mlm` row is `[CLS] text [SEP]` from one document, padded.
+        masking: Masking for `mlm`, by default `{fraction: 0.15, masked: 0.8, random: 0.1,
+            whole_words: false, pairs: false}`, and the names of the special tokens `cls`, `sep`,
+            `mask` and `pad`, which `tokenizer` needs to have. With `pairs` a row is `[CLS] a [SEP]
+            b [SEP]`, and `model.pooled_head` learns whether b follows a.
     """
 
     corpus: str | None = None

@@ -1,4 +1,4 @@
-"""The section `distillation` of a run's configuration: a teacher whose scores are learnt."""
+"""The section `distillation` of a run's configuration: a teacher for the model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from mt_train.config.limits import path_field
 
 @dataclass(frozen=True, kw_only=True)
 class DistillationSection:
-    """A trained model whose scores of the next token are learnt beside the text.
+    """A trained model whose next-token scores the model learns beside the text.
 
     The loss `distillation` is the divergence KL(teacher || student) of a token, times the square of
     the temperature (Hinton et al., 2015). The teacher lies on the same layout, whole on each
     data-parallel rank, and learns nothing.
 
     Attributes:
-        teacher: A run folder, one of its step folders, or a folder of Hugging Face transformers,
-            with the vocabulary of the model. For a model that is trained as it will be rounded
-            (`quantization`) it is usually the folder that it starts from.
-        weight: Of the loss `distillation`.
-        lm_weight: Of the language model's own loss; 0 learns from the teacher alone.
-        temperature: Divides the scores of both; above 1 weighs what the teacher finds unlikely.
+        teacher: Folder of the teacher: a run, one of its steps, or Hugging Face transformers, with
+            the model's vocabulary. For a model that trains with rounding (`quantization`) the
+            teacher is usually the folder it starts from.
+        weight: Weight of the loss `distillation`.
+        lm_weight: Weight of the language model's own loss; with 0 the model learns from the teacher
+            alone.
+        temperature: Divisor of both models' scores; above 1 the teacher's unlikely tokens count
+            more.
     """
 
     teacher: str | None = path_field("")

@@ -155,7 +155,7 @@ class _Parser:
         """Return the value of the document, or None when it is empty.
 
         Raises:
-            ConfigError: What is wrong, with its line.
+            ConfigError: The YAML is invalid; the message names the line.
         """
         try:
             value = self._document(yaml.parse(self._source, Loader=yaml.SafeLoader))

@@ -1,6 +1,6 @@
-"""What several sections of a run's configuration have in common: largest values, and dtypes.
+"""Limits, dtypes and path fields that several sections share.
 
-Sizes have largest values, so that nothing is built from a slip of the keyboard.
+Sizes have limits, so that a typing error does not allocate a huge model.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ MAX_STEPS, MAX_RANKS, MAX_LENGTH = 10**9, 1 << 20, 1 << 27
 
 
 def path_field(*endings: str) -> Any:
-    """Declare a field, null by default, with a path that is relative to the YAML file.
+    """Declare an optional path field, whose value is relative to the YAML file.
 
     Args:
-        endings: What is added to the path for each file that has to exist; "" for the path itself.
+        endings: Suffixes of the files that need to exist; "" is the path itself.
     """
     return field(default=None, metadata={PATH: endings})
 

@@ -132,9 +132,9 @@ class LoadedConfig:
             raise self.error("data.spans.decoder_length", text)
 
     def resolved(self) -> RunConfig:
-        """Return the configuration with the model's defaults filled in, those of a preset too.
+        """Return the configuration with all defaults of the model and its preset.
 
-        The vocabulary of a tokenizer that is yet to be trained stays open.
+        The vocabulary size stays null until the tokenizer is trained.
         """
         model, section = self.model(planned_vocab_size(self)), self.config.model
         if section.from_ is not None:
@@ -312,7 +312,7 @@ class _Paths:
         return sections
 
     def check_offload(self, optimizer: OptimizerSection) -> None:
-        """Note a folder to offload to that is a file."""
+        """Report an `offload_dir` whose path is a file."""
         if optimizer.offload_dir is not None and Path(optimizer.offload_dir).is_file():
             text = f"{shorten(optimizer.offload_dir, 200)} is no folder; write one"
             self._add("optimizer.offload_dir", text)

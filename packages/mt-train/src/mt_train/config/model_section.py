@@ -17,8 +17,8 @@ _OWN = ("preset", "vocab_size", "vocab_multiple", "dropout", *SHORT_FORMS)
 class ModelSection:
     """The model: a preset, single fields over it, all fields without a preset, or a list of layers.
 
-    Beside the keys named here every field of the model, its layers, attention, MLP and norm is a
-    key, for all layers. A key left at null comes from the preset, or else has its default.
+    Every field of the model, its layers, attention, MLP and norm is a key too and holds for all
+    layers. A key left at null comes from the preset, or else has its default.
 
     Attributes:
         from_: Folder of Hugging Face transformers: the model that its config.json describes, with
@@ -45,12 +45,12 @@ class ModelSection:
         moe: Mixture of experts in place of every MLP: mt-model's `MoEConfig`, such as
             `{num_experts: 8, top_k: 2, aux_loss: 0.01}`, with experts as wide as `ffn_size` where
             it names no other width; none by default.
-        kernels: What computes each operation: `auto` takes what was measured to be the fastest on
-            the device, `fused` mt-fusions' kernels for norms, residuals, activations, rope
-            and loss, `reference` the plain form of everything; or a mapping with the fields of
-            mt-model's `Kernels`, such as `{attention: sdpa, norm: fused}`. What is named is used
-            wherever the operation is, or the run ends and says why; the numbers stay the same but
-            for rounding. It is no part of the model: a run may go on with another.
+        kernels: Kernels of each operation: `auto` takes the fastest measured one on the device,
+            `fused` takes mt-fusions' kernels for norms, residuals, activations, rope and loss,
+            `reference` takes plain PyTorch; or a mapping with the fields of mt-model's `Kernels`,
+            such as `{attention: sdpa, norm: fused}`. A run whose named kernel can't serve ends with
+            the reason. The numbers stay the same but for rounding, and a run may continue with
+            other kernels.
         fields: Other keys, by their names.
     """
 
@@ -107,7 +107,7 @@ class ModelSection:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is said of the model, as `mt_model.gpt` takes it."""
+        """The given fields, as arguments of `mt_model.gpt`."""
         own = {name: getattr(self, name) for name in _OWN if name != "preset"}
         said = {name: value for name, value in own.items() if value is not None}
         return {**self.fields, **said}

@@ -70,8 +70,8 @@ class QKClipEntry:
     """When queries and keys are scaled back after a step.
 
     Attributes:
-        threshold: The largest attention score that is left alone.
-        alpha: How much of the scaling the queries take, 0 to 1; the keys take the rest.
+        threshold: Largest attention score without clipping.
+        alpha: Share of the scaling that the queries take, 0 to 1; the keys take the rest.
     """
 
     threshold: float = 100.0
@@ -120,59 +120,62 @@ class OptimizerSection:
         eps: Added to the root of the second moment.
         momentum: Decay per step of the momentum of sgd (by default 0.9) and muon (0.95).
         nesterov: Whether sgd (by default not) and muon (by default) look a step ahead.
-        moments_dtype: What the moments are kept in between steps: `full` (as the master weights),
+        moments_dtype: Storage format of the moments between steps: `full` (as the master weights),
             `fp32`, `bf16`, or `fp16` or `fp8` with a scale for each 256 elements.
-        masters: What is kept of the fp32 master weights beside bf16 ones: `full` (a copy of 32
-            bits), or `remainder`, the 17 bits that the bf16 weight lacks. The numbers are the same.
-        offload: Share of master weights and moments, 0 to 1, that lives in the host's memory and is
-            stepped by the CPU; each rank decides for whole parameters.
-        offload_dir: A folder on a fast local disk for files that hold these; by default they are in
+        masters: Form of the fp32 master weights beside bf16 weights: `full` (a copy of 32 bits), or
+            `remainder`, the 17 bits that the bf16 weight lacks. The numbers are the same.
+        offload: Share of master weights and moments, 0 to 1, that stays in host memory, where the
+            CPU steps it; each rank chooses whole parameters.
+        offload_dir: Folder on a fast local disk for the offloaded state; by default it stays in
             memory. The files have no names and end with the run.
-        muon_coefficients: Of the iterations that make a matrix orthogonal: `simple` or `quintic`.
-        muon_scale: What an orthogonal matrix of `o` rows and `i` columns is multiplied with:
-            `spectral` 0.2 sqrt(max(o, i)), which makes it as large as a step of AdamW,
-            `unit_rms_norm` sqrt(o / i), or `shape_scaling` sqrt(max(1, o / i)).
+        muon_coefficients: Coefficients of the iterations that make a matrix orthogonal: `simple` or
+            `quintic`.
+        muon_scale: Factor of an orthogonal matrix with `o` rows and `i` columns: `spectral` 0.2
+            sqrt(max(o, i)), which matches the size of AdamW's steps, `unit_rms_norm` sqrt(o / i),
+            or `shape_scaling` sqrt(max(1, o / i)).
         muon_tp: How tensor-parallel ranks step a matrix they share: `duplicated` (each gathers
             it), `distributed` (they iterate on their parts) or `blockwise` (each part is a matrix
             of its own, which is faster, and not the same optimizer).
-        soap_frequency: Steps from one refresh of the bases of soap to the next.
-        soap_max_dim: A side of a matrix that is longer has no basis in soap, as a basis takes
-            memory and time with the square and the cube of it.
-        weight_decay: Taken off the weights per step, times the rate; biases and norms have none.
-        weight_decay_schedule: How weight decay goes from `weight_decay` at the start to
+        soap_frequency: Steps from one refresh of soap's bases to the next.
+        soap_max_dim: Largest side of a matrix with a basis in soap; longer sides get none, as a
+            basis takes memory with the square of the side and time with its cube.
+        weight_decay: Weight decay per step, times the learning rate; biases and norms have none.
+        weight_decay_schedule: Schedule of the weight decay from `weight_decay` at the start to
             `weight_decay_end` at the end: `constant`, `linear` or `cosine`.
         weight_decay_end: Weight decay at the end; by default `weight_decay`.
-        ema: Keep an average of the weights: the share of the old one in each step, such as 0.999,
-            and less in the first steps. It is saved beside the weights, and `mt-infer generate
-            --ema` uses it. A run that is continued may begin or end it.
-        qk_clip: Where the largest attention score of a step is above `threshold` (100), the weights
-            of queries and keys are scaled back to it, those of queries by `alpha` (0.5) of the
-            way: `{threshold: 100, alpha: 0.5}`. By head, or by the heads that share a key.
-        overrides: What some parameters have in place of that, such as
-            `[{names: "embedding.*", lr_scale: 0.1}]`: a list of `names` with `lr_scale`,
-            `wd_scale`, `eps_scale` or `betas`. A parameter that several match gets it all; if they
-            contradict each other, that is an error.
-        width_multiplier: The model's width over that of the one whose rate was tuned; matrices
-            between embedding and head then have the rate and `eps` over it (muP), or with sgd all
-            others the rate times it.
-        skip_above: A step whose gradient has a larger norm is skipped, and the largest gradients
-            are named; by default none is.
-        max_value: Largest magnitude of an element of the gradient, after `training.grad_clip`; by
-            default any.
-        schedule: How the rate goes after the warm-up. `wsd` stays at `lr` and then anneals.
-        warmup: Steps in which the rate rises to `lr`; the first has lr / warmup.
+        ema: Decay of a moving average of the weights, such as 0.999; smaller in the first steps.
+            Checkpoints hold the average, and `mt-infer generate --ema` uses it. A continued run may
+            start or stop it.
+        qk_clip: QK-clip, such as `{threshold: 100, alpha: 0.5}`: after a step whose largest
+            attention score exceeds `threshold`, the weights of queries and keys are scaled down to
+            it, queries by the power `alpha` and keys by the rest. It works on each head, or each
+            group of heads that shares a key.
+        overrides: Other values for some parameters, such as `[{names: "embedding.*", lr_scale:
+            0.1}]`: a list of `names` with `lr_scale`, `wd_scale`, `eps_scale` or `betas`. Several
+            entries may match one parameter; contradictions are an error.
+        width_multiplier: Ratio of the model's width to the width at which the rate was tuned.
+            Matrices between embedding and head then divide the rate and `eps` by it (muP); with sgd
+            all other parameters multiply the rate by it.
+        skip_above: Gradient norm above which a step is skipped and the largest gradients are named;
+            by default no limit.
+        max_value: Largest magnitude of a gradient element, after `training.grad_clip`; by default
+            no limit.
+        schedule: Schedule of the learning rate after the warm-up. `wsd` stays at `lr` and then
+            anneals.
+        warmup: Steps in which the rate rises to `lr`; the first step has lr / warmup.
         anneal: Share of the steps at the end in which `wsd` falls from `lr` to `min_lr`, 0 to 1.
-        anneal_shape: How `wsd` falls: `linear`, `cosine`, `exponential`, or `minus-sqrt` (1 - the
-            root of the share that is done).
-        loss_scale: What the loss is multiplied with before backward, so that small gradients are
-            no zeros in fp16: `dynamic`, or a number that stays. A step whose gradient is not finite
-            is skipped on all ranks; the learning rate does not move on then.
-        initial_loss_scale: The first scale of `dynamic`; 2^32 by default.
-        min_loss_scale: The smallest scale of `dynamic`; 1 by default.
-        loss_scale_window: Steps without an overflow after which `dynamic` doubles; 1000 by default.
-        hysteresis: The how-manieth overflow halves the scale of `dynamic`, and from there on each
-            until the scale has grown again; 2 by default.
-        norm_groups: Parameters that are clipped alone, apart from `training.grad_clip`: a list of
+        anneal_shape: Shape of the `wsd` anneal: `linear`, `cosine`, `exponential`, or `minus-sqrt`
+            (1 - the square root of the completed share).
+        loss_scale: Factor of the loss before backward, which keeps small fp16 gradients from
+            becoming zero: `dynamic`, or a constant number. All ranks skip a step whose gradient is
+            not finite, and the learning rate does not advance.
+        initial_loss_scale: Initial scale of `dynamic`; 2^32 by default.
+        min_loss_scale: Smallest scale of `dynamic`; 1 by default.
+        loss_scale_window: Steps without an overflow after which `dynamic` doubles its scale; 1000
+            by default.
+        hysteresis: Number of overflows before `dynamic` halves its scale; after that each overflow
+            halves it until it has grown again. 2 by default.
+        norm_groups: Groups of parameters to clip apart from `training.grad_clip`: a list of
             `{names: GLOB, max_norm: X}`.
     """
 

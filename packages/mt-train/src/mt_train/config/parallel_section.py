@@ -78,23 +78,23 @@ class ParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelSection:
-    """What data- and context-parallel ranks share out of what each would have to hold.
+    """Sharding of optimizer state, gradients and parameters over data- and context-parallel ranks.
 
     Attributes:
         strategy: `none` (everything is on every rank), `optimizer` (ZeRO-1: each rank has its
             part of the optimizer's state and masters, and steps that), `optimizer_gradients`
             (ZeRO-2: of the gradients too, with a reduction per micro-batch) or `full` (ZeRO-3: of
             the parameters too, which are fetched layer by layer). The numbers stay the same.
-        replicas: Parts are shared out among the ranks of one of so many groups, and the groups
-            are copies of each other: less to fetch from far away, for more memory. Divides
-            `parallel.dp` x `parallel.cp`.
+        replicas: Number of replica groups (HSDP): state is sharded within a group, and the groups
+            hold copies of each other, which needs less traffic between distant ranks and more
+            memory. Divides `parallel.dp` x `parallel.cp`.
         overlap: Sum gradients while backward still runs. The numbers stay the same.
         prefetch: With strategy `full`, layers whose parameters are fetched while the one before
             them runs. With `optimizer` and `optimizer_gradients`, 0 waits for the parameters after
             a step; above 0 each layer's forward waits for its own. By default 1, or 0 with
             `training.compile` and a schedule of dualpipe, or `training.cuda_graphs`.
-        grad_dtype: What gradients are added up in on each rank; by default fp32 (fp64 for fp64).
-        reduce_dtype: What they are sent as between ranks; by default `grad_dtype`.
+        grad_dtype: Dtype of gradient accumulation on each rank; by default fp32 (fp64 for fp64).
+        reduce_dtype: Dtype of gradients on their way between ranks; by default `grad_dtype`.
         local_sum: Send each rank the addends of its part, which it adds in fp32, rather than have
             them added on the way: one rounding to `reduce_dtype` however many ranks there are.
         pad_for_bandwidth: Pad every collective to a multiple of 65536 elements, as some networks

@@ -31,11 +31,11 @@ def plan_pipeline(
     """Make the schedule and place the layers.
 
     Args:
-        section: What is said of the pipeline.
-        ranks: That share the layers.
-        microbatches: Of a step, on each of them.
-        num_layers: Of the model.
-        modules: Those that predict further tokens, on the last stage.
+        section: Section `pipeline` of the configuration.
+        ranks: Number of pipeline ranks.
+        microbatches: Number of micro-batches in a step on each rank.
+        num_layers: Number of layers in the model.
+        modules: Number of modules for multi-token prediction, on the last stage.
 
     Raises:
         FieldError: The schedule can't take these sizes, or the layers do not fit its stages.

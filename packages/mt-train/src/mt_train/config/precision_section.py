@@ -16,22 +16,22 @@ _MAX_MARGIN = 32
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSection:
-    """What the linear layers of blocks multiply in; all else is in `training.dtype`.
+    """Low precision for the linear layers of blocks; everything else uses `training.dtype`.
 
     Attributes:
-        recipe: How input, weight and gradient of a layer are quantised: with one scale each from
-            their own largest magnitude (`tensorwise`) or from those of past steps (`delayed`), a
-            scale for each row (`rowwise`), 128 numbers or square of 128 (`blockwise`), 32 numbers
+        recipe: Quantisation of a layer's input, weight and gradient: one scale for each tensor from
+            its own largest magnitude (`tensorwise`) or from earlier steps (`delayed`), or a scale
+            for each row (`rowwise`), 128 numbers or square of 128 (`blockwise`), 32 numbers
             (`mxfp8`) or 16 numbers in 4 bits (`nvfp4`). By default nothing is quantised.
-        keep: Linear layers that stay in `training.dtype`, as globs of their names, such as
-            `layers.*.mixer.out`; of experts with their numbers or without:
-            `layers.*.experts.down.3`.
-        keep_first: Layers at the start of the model that do.
-        keep_last: Layers at its end that do. Embedding, head, norms, attention and routers
-            always do.
-        history: Steps whose largest magnitudes `delayed` remembers; 1 by default.
-        largest: Which of them `delayed` scales by: the `most_recent` (the default) or the `max`.
-        margin: Powers of two that `delayed` leaves free above it; 0 by default.
+        keep: Globs of linear layers that stay in `training.dtype`, such as `layers.*.mixer.out`;
+            globs of experts may name a number: `layers.*.experts.down.3`.
+        keep_first: Number of layers at the start of the model that stay in `training.dtype`.
+        keep_last: Number of layers at the end of the model that stay in `training.dtype`.
+            Embedding, head, norms, attention and routers always do.
+        history: Number of steps that `delayed` remembers; 1 by default.
+        largest: Magnitude that `delayed` scales by: the `most_recent` (the default) or the `max` of
+            its history.
+        margin: Powers of two that `delayed` leaves free above that magnitude; 0 by default.
         primary_weights: Hold and gather the weights of these layers in 8 bits only, made of the
             fp32 masters that data-parallel ranks share out. For `tensorwise`, `delayed` and
             `blockwise`.

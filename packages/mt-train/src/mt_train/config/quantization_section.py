@@ -9,12 +9,12 @@ from mt_files import Checks
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationSection:
-    """What the linear layers of blocks are rounded to in forward and backward, as they will be.
+    """Quantisation-aware training: linear layers of blocks round as they will in inference.
 
     Attributes:
-        recipe: Of mt-quant, such as `int8` or `fp8-weight`: one that rounds to the nearest, with
-            scales that no data is needed for. By default nothing is rounded.
-        config: A YAML file with rules of mt-quant, in place of a recipe.
+        recipe: Recipe of mt-quant, such as `int8` or `fp8-weight`, that rounds to the nearest value
+            and needs no calibration data. By default nothing is rounded.
+        config: YAML file with rules of mt-quant, in place of a recipe.
     """
 
     recipe: str | None = None

@@ -36,26 +36,26 @@ class TrainingSection:
     Attributes:
         steps: Optimizer steps of the whole run.
         global_batch_size: Sequences per step, over all ranks.
-        micro_batch_size: Sequences that one rank takes at a time; lower it to save memory. The
+        micro_batch_size: Sequences in one forward pass of a rank; a lower number saves memory. The
             numbers stay the same up to rounding.
         sequence_length: Tokens per sequence.
-        dtype: Of weights and activations. `bf16` and `fp16` keep fp32 master weights; `fp16` needs
-            `optimizer.loss_scale`.
-        loss_mean: What the objective is a mean of: `tokens` weighs each label of a step alike;
-            `micro-batches` each micro-batch, by the mean over its labels, so that the numbers
-            depend on `micro_batch_size`. What is reported is the mean over tokens.
-        grad_clip: Largest norm of the gradient; a longer one is scaled down.
-        seed: Of initial weights, data order and dropout. Seed and step are the whole random state.
+        dtype: Dtype of weights and activations. `bf16` and `fp16` keep fp32 master weights; `fp16`
+            needs `optimizer.loss_scale`.
+        loss_mean: Mean that the objective takes: `tokens` weighs all labels of a step alike;
+            `micro-batches` weighs all micro-batches alike, by the mean over their labels, so that
+            the numbers depend on `micro_batch_size`. Metrics always report the mean over tokens.
+        grad_clip: Largest norm of the gradient; a larger gradient is scaled down.
+        seed: Seed of initial weights, data order and dropout. Seed and step are the whole random
+            state.
         time_budget: Seconds of training after which the run ends, however many steps are done. The
             learning rate follows whichever of steps and time is further, so that a slow machine
             anneals too.
-        compile: Compile layers with torch.compile, like ones once.
-        cuda_graphs: Replay CUDA graphs in place of launching kernels: of each `layer`, or of all
-            that a micro-batch's forward and backward do in a `step` on this rank's stage, and then
-            the optimizer's. On a CPU they run eagerly, and what a graph would compute wrong is an
-            error.
-        recompute: What backward makes again to save memory: `none`, `selective` (outputs of norms
-            and activations) or `full` (whole layers); or a plan for each layer, mt-model's
+        compile: Compile layers with torch.compile; equal layers share one compilation.
+        cuda_graphs: Capture CUDA graphs: of each `layer`, or in a `step` of a micro-batch's whole
+            forward and backward on this rank's stage, and of the optimizer's step. On a CPU they
+            run eagerly, and an operation that a graph would compute wrong is an error.
+        recompute: Activations that backward recomputes to save memory: `none`, `selective` (outputs
+            of norms and activations) or `full` (whole layers); or a plan for each layer, mt-model's
             `RecomputePlan`: `{rules: [{first: 4}, {every: 2, modules: [attention]}], offload: {}}`.
             The numbers stay the same. `compile` takes whole layers only.
     """
@@ -111,12 +111,12 @@ class TrainingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSection:
-    """Held-out loss and bits per byte, always at the end of a run that has held-out data.
+    """Evaluation on held-out data, which also runs once at the end.
 
     Attributes:
         every: Steps from one evaluation to the next; null evaluates at the end only.
-        micro_batch_size: Sequences at a time; by default `training.micro_batch_size`.
-        max_windows: Evaluate on at most so many sequences.
+        micro_batch_size: Sequences in one forward pass; by default `training.micro_batch_size`.
+        max_windows: Maximum number of sequences to evaluate.
         stride: Tokens from one window to the next; by default `training.sequence_length`. A smaller
             one gives every token more context, for more work.
     """
@@ -140,11 +140,11 @@ class CheckpointSection:
     A run saves at its end, and when it is stopped. Its own folder is always continued.
 
     Attributes:
-        every: From one save to the next: a number of steps, or a time such as `30s`, `10min` or
-            `2h`; null saves at the end only.
-        keep: How many checkpoints stay. null keeps all that were saved by steps, and the newest two
-            of those saved by time.
-        load: Another run's folder or step folder to start from.
+        every: Interval between saves: a number of steps, or a time such as `30s`, `10min` or `2h`;
+            null saves at the end only.
+        keep: Number of checkpoints to keep. null keeps all saves by steps, and the newest two saves
+            by time.
+        load: Run folder or step folder of another run to start from.
         load_mode: `continue` goes on where that run was; `weights` takes its model alone, for other
             data, another length or another optimizer, and starts at step 0.
     """
@@ -190,15 +190,16 @@ class CheckpointSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSection:
-    """What is written at the end of the run for other programs.
+    """Export of the final weights for other programs.
 
     Attributes:
-        hugging_face: A folder that Hugging Face transformers loads, with the weights of the last
-            step; it must not exist, or be empty. The tokenizer and what config.json says beside
-            the model come from the folder of `model.from`, where there is one.
-        family: Name of the family in transformers; by default that of `model.from`, or the first
-            that has such a model.
-        dtype: Of its tensors; by default that of `model.from`, or `training.dtype`.
+        hugging_face: Folder for Hugging Face transformers with the weights of the last step; it
+            needs to be new or empty. The tokenizer and further fields of config.json come from the
+            folder of `model.from`, where there is one.
+        family: Family name in transformers; by default the family of `model.from`, or the first one
+            with such a model.
+        dtype: Dtype of the exported tensors; by default the dtype of `model.from`, or
+            `training.dtype`.
     """
 
     hugging_face: str | None = path_field()
@@ -216,12 +217,12 @@ class ExportSection:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingSection:
-    """What is reported besides metrics.jsonl.
+    """Reports beside metrics.jsonl.
 
     Attributes:
         every: Steps from one line of the console to the next.
         tensorboard: Write event files into the run folder; needs `mt-train[tensorboard]`.
-        zeros: Count the elements of the gradient that are zero.
+        zeros: Count the gradient's zero elements.
         gradients: Record the norm, the greatest magnitude and the zeros of each layer's gradient,
             as `gradients/layers.0/norm` and so on.
     """
@@ -243,19 +244,19 @@ class RunConfig:
 
     Attributes:
         model: The model.
-        data: Where tokens come from.
+        data: Source of the tokens.
         training: Length, batch and numerics.
-        precision: Linear layers in 8 or 4 bits.
-        quantization: Linear layers that are trained as they will be rounded.
-        distillation: A teacher whose scores are learnt.
+        precision: Low precision for linear layers.
+        quantization: Quantisation-aware training.
+        distillation: Teacher to learn from.
         optimizer: The optimizer and its schedule.
-        parallel: How many ranks share what.
-        data_parallel: What data-parallel ranks share out.
-        pipeline: How micro-batches move through the pipeline ranks.
+        parallel: Number of ranks along each axis.
+        data_parallel: Sharding over data-parallel ranks.
+        pipeline: Pipeline schedule.
         evaluation: Held-out loss and bits per byte.
-        checkpoint: When to save, and what to start from.
-        export: What is written at the end for other programs.
-        logging: What is reported.
+        checkpoint: Saves, and the checkpoint to start from.
+        export: Export for other programs.
+        logging: Reports.
         plugins: Python files with kinds of layers of your own, such as `[my_mixer.py]`, relative
             to the YAML file. They are executed on every rank.
     """
@@ -334,7 +335,7 @@ class RunConfig:
         return errors
 
     def _precision_errors(self) -> dict[str, str]:
-        """Say where a loss scale is missing or of no use."""
+        """Return a missing or useless loss scale."""
         dtype, scale = self.training.dtype, self.optimizer.loss_scale
         if dtype == "fp16" and scale is None:
             return {
@@ -349,7 +350,7 @@ class RunConfig:
         return {}
 
     def _recipe_errors(self) -> dict[str, str]:
-        """Say what does not go with operands that are no tensors, made once in a step."""
+        """Return conflicts with weights that a step quantises once."""
         recipe, rules, training = self.precision.recipe, self.quantization.given, self.training
         if recipe is None and rules is None:
             return {}
@@ -375,7 +376,7 @@ class RunConfig:
         return errors
 
     def _sharding_errors(self) -> dict[str, str]:
-        """Say what does not go with how parameters are shared out."""
+        """Return conflicts with the sharding of parameters."""
         own, dtype, optimizer = self.data_parallel, self.training.dtype, self.optimizer
         errors: dict[str, str] = {}
         kept = own.shard_dtype or dtype
@@ -418,7 +419,7 @@ class RunConfig:
         return self.training.compile and self._runs_parts
 
     def _full_errors(self) -> dict[str, str]:
-        """Say what does not go with parameters that are whole only while a layer runs."""
+        """Return conflicts with fully sharded parameters."""
         why = (
             "as its parameters are whole only while a layer runs; use strategy optimizer_gradients"
         )
@@ -431,7 +432,7 @@ class RunConfig:
         return {}
 
     def _graph_errors(self) -> dict[str, str]:
-        """Say what can't be captured in CUDA graphs."""
+        """Return conflicts with CUDA graphs."""
         if self.training.cuda_graphs == "none":
             return {}
         own, why = self.data_parallel, ""

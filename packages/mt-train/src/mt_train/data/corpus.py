@@ -73,7 +73,7 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
     """Find the run's tokens, building them in the run folder when the config names a corpus.
 
     Call it on one rank and let the others wait; a second call finds what the first one built. A run
-    that has checkpoints and is given another corpus keeps its tokenizer, and the first corpus too.
+    with checkpoints keeps its tokenizer and its first corpus when the configuration changes.
 
     Args:
         loaded: The configuration.
@@ -172,7 +172,7 @@ def _cut(document: Document, fraction: float) -> tuple[list[Document], list[Docu
 
 
 def _described(folder: Path) -> dict[str, Any] | None:
-    """Return what a folder of tokens was built from; None if that can't be read."""
+    """Return the settings of a folder of tokens; None if they can't be read."""
     try:
         described = read_json(folder / _DESCRIPTION, limit=_MAX_BYTES, within=folder.parent)
     except FileError:
@@ -210,7 +210,7 @@ def _build(
 
 
 def verify_corpus(corpus: Corpus) -> None:
-    """Compare the tokens with the digests that were recorded when they were written.
+    """Compare the tokens with the digests recorded beside them.
 
     Data sets that other tools wrote have none, and are taken as they are.
 
@@ -224,7 +224,7 @@ def verify_corpus(corpus: Corpus) -> None:
 
 
 def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) -> None:
-    """Refuse tokens that are known to come from another tokenizer.
+    """Refuse the tokens of another tokenizer.
 
     Raises:
         ConfigError: The `.json` beside a token file records another tokenizer's sha256.

@@ -1,4 +1,4 @@
-"""The data sets of a run: the rows that its objective learns from."""
+"""Data sets of a run, one for each objective."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def masked_rows(config: RunConfig, indexed: IndexedDataset, tokenizer: Tokenizer
     """Make rows of tokens for `data.objective: mlm`.
 
     Args:
-        config: Of the run.
-        indexed: The tokens.
-        tokenizer: With which they were made.
+        config: Configuration of the run.
+        indexed: Tokens of the data set.
+        tokenizer: Tokenizer of the tokens.
 
     Raises:
         DataError: The tokenizer lacks a special token, or the tokens make no rows.
@@ -50,7 +50,7 @@ def masked_rows(config: RunConfig, indexed: IndexedDataset, tokenizer: Tokenizer
 def dataset_of(
     config: RunConfig, prefix: Path, tokenizer: Tokenizer, model: ModelConfig
 ) -> Dataset:
-    """Open one of a run's data sets, as the rows that the model learns from."""
+    """Open one of a run's data sets, with the rows of its objective."""
     training, spans = config.training, config.data.spans
     indexed, length = IndexedDataset(prefix), training.sequence_length
     if config.data.hidden is not None:

@@ -18,11 +18,11 @@ Batch = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class HostStep:
-    """What a step needs of the data, ready on the host.
+    """Data of one step, ready on the host.
 
     Attributes:
-        batches: Tensors of this rank's micro-batches.
-        labels: What is counted in each of them, as in `ModelConfig.loss_counts`.
+        batches: Micro-batches of this rank, as tensors on the host.
+        labels: Counts of each micro-batch, in the order of `Objective.counts`.
     """
 
     batches: list[Batch]
@@ -32,7 +32,7 @@ class HostStep:
 def rows_of(
     state: ParallelState, length: int, *, packing: Literal["none", "documents"], reads: bool
 ) -> Rows:
-    """Say what this rank needs of rows of `length` tokens: of a context group, its own part.
+    """Return the rows that this rank reads; in a context-parallel group, its part of each row.
 
     Tensor-parallel ranks all need the same tokens, and each reads them. From the page cache that
     costs less than one rank's reading and a broadcast, and no collective runs on a thread.
@@ -56,9 +56,9 @@ def prefetched(
     """Read steps on a thread while the ones before them are computed.
 
     Args:
-        sampler: Gives the micro-batches of a step.
-        device: This rank's.
-        counts: What is counted in each, as in `ModelConfig.loss_counts`.
+        sampler: Source of each step's micro-batches.
+        device: Device of this rank.
+        counts: Names of the counts, from `Objective.counts`.
     """
 
     def prepare(batches: list[MicroBatch]) -> HostStep:
@@ -69,10 +69,10 @@ def prefetched(
 
 
 def labels_of(batch: MicroBatch, rows: Rows, counts: Sequence[str]) -> list[int]:
-    """Count the labels of tokens, of tokens that are 1 or more behind those, and of sequences.
+    """Count the labels of tokens, of multi-token prediction (MTP), and of sequences.
 
-    A label is one of a further token (`tokens_1` and on) if there are as many tokens in front of
-    its own in the document, or in the row where documents are not kept apart.
+    A token is an MTP label at distance n (`tokens_n`) if n tokens precede it in its document, or
+    in its row without document packing.
     """
     labels = batch["labels"]
     found = []

@@ -1,4 +1,4 @@
-"""Which samples a run trains on, from one source or several, whatever changes on the way."""
+"""Mixtures of data sets that continue when sources or shares change."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Source:
     """One data set in a mixture.
 
     Attributes:
-        fingerprint: Of its tokens and their order.
-        weight: Its share; the shares sum to 1.
-        start: Its samples that the run took before this mixture began.
+        fingerprint: Digest of the tokens and their order.
+        weight: Share of the mixture; the shares sum to 1.
+        start: Number of its samples that the run took before this mixture began.
     """
 
     fingerprint: str
@@ -39,16 +39,16 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """What a run draws its samples from, since some point of it.
+    """Data sets of a run and their shares, from some sample on.
 
     When sources or shares change, a new mixture begins: each source that stays, or comes back, goes
     on where it was; a new one starts at its first sample. So nothing is repeated before its source
     is through.
 
     Attributes:
-        start: Samples of the run before this mixture.
-        sources: What is mixed.
-        resting: What was mixed before; `start` is where it would go on.
+        start: Number of the run's samples before this mixture.
+        sources: Data sets in the mixture.
+        resting: Former data sets; `start` is the sample where each would continue.
     """
 
     start: int = 0
@@ -63,7 +63,7 @@ class Mixture:
         checks.done()
 
     def taken(self, samples: int) -> tuple[int, ...]:
-        """Count the samples of each source that were taken when the run has seen `samples`."""
+        """Count the samples of each source among the first `samples` of the run."""
         order = BlendOrder([source.weight for source in self.sources])
         counts = order.counts(samples - self.start)
         return tuple(
@@ -92,9 +92,9 @@ class MixedSamples:
     """The samples of a run by their number since its start.
 
     Args:
-        datasets: As many as the mixture has sources.
-        mixture: Since when, in which shares and from where in each.
-        num_samples: Of the whole run.
+        datasets: Data sets, in the order of the mixture's sources.
+        mixture: Mixture since the last change of sources.
+        num_samples: Number of samples in the whole run.
     """
 
     def __init__(self, datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> None:
@@ -124,7 +124,7 @@ class MixedSamples:
 
 
 class MixedRows(MixedSamples):
-    """The same of data sets that make inputs and labels themselves (`Made`)."""
+    """Rows of a run from data sets that make inputs and labels themselves (`Made`)."""
 
     @property
     def sequence_length(self) -> int:
@@ -142,7 +142,7 @@ class MixedRows(MixedSamples):
 
 
 def sources_of(datasets: Sequence[Dataset], weights: Sequence[float]) -> tuple[Source, ...]:
-    """Describe data sets that are to be mixed; without weights they count by their tokens."""
+    """Describe data sets of a mixture; without weights their shares follow their tokens."""
     shares = weights or [float(dataset.indexed.lengths.sum()) for dataset in datasets]
     total = sum(shares)
     return tuple(

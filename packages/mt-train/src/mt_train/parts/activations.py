@@ -1,4 +1,4 @@
-"""What the layers of a rank keep for backward: by the plan, and measured."""
+"""Activation memory of a rank: expected by the plan, and measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mt_train.reporting.metrics import Record
 
 
 class ActivationWatch(TrainerPart):
-    """Compares, once, what the stages keep of a micro-batch with what their plan lets expect.
+    """Compares the activation memory of the first step with the expectation of its plan.
 
     It does so for runs with a plan of `training.recompute`. The expectation is measured on one
     row. There is none where parameters are shared out over ranks (data_parallel.strategy `full`),
@@ -35,7 +35,7 @@ class ActivationWatch(TrainerPart):
         return not RecomputePlan.of(config.training.recompute).is_empty
 
     def optimizer_ready(self, optimizer: DistributedOptimizer) -> None:
-        """Measure what the plan lets expect, where one row shows it."""
+        """Measure the expectation on one row, where that shows it."""
         del optimizer
         config, state = self.setup.config, self.setup.state
         measures = config.data_parallel.strategy != "full" and config.data.spans is None
@@ -60,7 +60,7 @@ class ActivationWatch(TrainerPart):
         self._is_measured = True
 
     def record(self, sums: Sequence[float], so_far: Record) -> Record:
-        """Return what was measured, once."""
+        """Return the measurement of the first step."""
         del sums, so_far
         kept, self._kept = self._kept, []
         if not kept:
@@ -73,7 +73,7 @@ class ActivationWatch(TrainerPart):
         return found
 
     def notes(self, record: Record) -> Iterator[str]:
-        """Yield what was measured, on the first rank."""
+        """Yield the measurement, on the first rank."""
         if "activation_bytes" in record and self.setup.state.rank == 0:
             text = f"the layers keep {_both(record, '')} for each micro-batch"
             if "expected_activation_bytes" in record:

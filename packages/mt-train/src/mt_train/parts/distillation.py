@@ -1,4 +1,4 @@
-"""A teacher beside the model: its stages on the same ranks, and its scores in the last one."""
+"""Distillation from a teacher on the same ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LOSS = "distillation"
 
 
 class Distillation(TrainerPart):
-    """A teacher whose stages lie beside the model's, and the loss of its scores."""
+    """Runs a teacher's stages beside the model's, and adds the loss of its scores."""
 
     uncounted = ("distillation.teacher", "a teacher is not counted; leave it out to count")
 
@@ -96,7 +96,7 @@ class Distillation(TrainerPart):
         return [TaughtStage(*each, temperature=heat) for each in beside]
 
     def lines(self) -> Iterator[str]:
-        """Yield who teaches."""
+        """Yield the name of the teacher."""
         yield f"distillation from {self._section.teacher}"
 
 
@@ -104,10 +104,10 @@ class TaughtStage:
     """A stage and the teacher's: between stages a token has the numbers of both.
 
     Args:
-        run: Calls the student's stage.
-        stage: That stage.
-        teacher: The teacher's.
-        temperature: Of the scores.
+        run: Callable of the student's stage.
+        stage: Stage of the student.
+        teacher: Stage of the teacher.
+        temperature: Divisor of both models' scores.
     """
 
     def __init__(

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 class LowPrecisionExperts:
     """The quantised experts on this rank of one grouped layer.
 
-    An expert's scales are those of the rows that its rank multiplies at once, from whatever ranks
-    they came. Where etp cuts an expert, a scale that spans the cut is made of all parts.
+    An expert's scales come from the rows that its rank multiplies at once, wherever they were sent
+    from. Where etp cuts an expert, a scale that spans the cut is made of all parts.
 
     Args:
-        name: Of the layer.
-        layer: Gets the strategies.
-        chosen: Names of the experts that are quantised, `NAME.0` and so on.
-        recipe: How.
+        name: Name of the grouped layer.
+        layer: Layer whose experts get the strategies.
+        chosen: Names of the quantised experts, `NAME.0` and so on.
+        recipe: Recipe of the quantisation.
         state: This rank's place.
         keeps_weight: As in `mt_fp8.Products`.
-        seed: Of random rounding, with each expert's name.
+        seed: Seed of stochastic rounding, which each expert's name changes.
 
     Attributes:
         gemms: The strategies by the names of their experts.
@@ -81,7 +81,7 @@ class LowPrecisionExperts:
         return {f"{self._name}.{kind}": tensor for kind, tensor in self._rows.items()}
 
     def _joined(self, recipe: Recipe) -> dict[str, Tensor]:
-        """Have the experts' states as rows of one, which has rows for those that are kept too."""
+        """Store the experts' states as rows of one tensor, with a row for each local expert."""
         new, gemms = DelayedState.new(recipe, device=self._layer.weight.device), self._layer.gemms
         rows = {
             "history": new.history.repeat(len(gemms.all), 1, 1),

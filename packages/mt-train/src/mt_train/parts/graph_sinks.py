@@ -12,12 +12,12 @@ from torch import Tensor, nn
 class GraphSinks:
     """Sinks of a `GradBuffer` for layers whose backward is replayed.
 
-    A replay adds to where gradients go, always, and runs no Python. So around each, on the host,
-    the real sinks are begun, what would have been overwritten is set to zero, and behind it they
-    are ended, whereupon complete buckets are reduced. Backwards that run eagerly use the real ones.
+    A replay always adds to the gradient's memory, and runs no Python. So the host begins the real
+    sinks before each replay, and zeroes the memory where the sink would have overwritten it. After
+    the replay it ends the sinks, which reduces complete buckets. Eager backwards use real sinks.
 
     Args:
-        sink_of: A buffer's `sink`.
+        sink_of: Method `sink` of a buffer.
     """
 
     def __init__(self, sink_of: Callable[[Tensor], GradSink]) -> None:
@@ -29,10 +29,10 @@ class GraphSinks:
         return self._sinks.setdefault(param, _Sink(self._sink_of(param)))
 
     def around(self, params: Iterable[nn.Parameter]) -> Callable[[bool], object]:
-        """Return what is called with True in front of a replayed backward, with False behind it.
+        """Return a hook to call with True before a replayed backward, and with False after it.
 
         Args:
-            params: That get a gradient in it.
+            params: Parameters that get a gradient in the backward.
         """
         own = [self._sinks[param] for param in params if param in self._sinks]
 

@@ -52,7 +52,7 @@ class CudaGraphs(TrainerPart):
         return [graph_stage(stage, unit, options) for stage in self.setup.stages]
 
     def wrap_update(self, update: Update) -> Update:
-        """Return the optimizer's step as a graph, where that is asked for and can be."""
+        """Return the optimizer's step as a graph, if the run asks for it and it can be captured."""
         if self._unit != "step" or self._pool is None:
             return update
         why = device_step_obstacle(update.optimizer)
@@ -65,7 +65,7 @@ class CudaGraphs(TrainerPart):
         )
 
     def lines(self) -> Iterator[str]:
-        """Yield what is captured."""
+        """Yield the captured units."""
         device = self.setup.state.device
         what = "each layer" if self._unit == "layer" else "each stage"
         what += ", and the optimizer's step" if self._captures_update else ""

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from mt_train.config.run_config import RunConfig
 
 Run = Callable[..., Any]
-"""What the pipeline calls for one stage."""
+"""Callable of one stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What every part of one rank's trainer may use.
+    """Inputs of every part of one rank's trainer.
 
     Attributes:
         config: The run.
@@ -53,7 +53,7 @@ class TrainerPart:
     and names no part. Every rank makes the same parts, so that a hook may communicate.
 
     Args:
-        setup: What the part is made of, before parameters have memory.
+        setup: Inputs of the part; parameters have no memory yet.
 
     Attributes:
         folder: Folder of a checkpoint with the tensors of `state_tensors`.
@@ -104,17 +104,17 @@ class TrainerPart:
         return {}
 
     def parameters_ready(self, buffer: GradBuffer) -> None:
-        """Set up what needs the parameters where they will be."""
+        """Set up features of parameters, which now have their memory."""
 
     def wrap(self, runs: list[Run]) -> list[Run]:
-        """Return what the pipeline calls in place of `runs`, one for each stage."""
+        """Return one callable for each stage, which the pipeline calls in place of `runs`."""
         return runs
 
     def optimizer_ready(self, optimizer: DistributedOptimizer) -> None:
-        """Set up what needs the optimizer, or stages that are complete."""
+        """Set up features of the optimizer or of complete stages."""
 
     def wrap_update(self, update: Update) -> Update:
-        """Return what takes the optimizer's step in place of `update`."""
+        """Return the object that takes the optimizer's step in place of `update`."""
         return update
 
     def lines(self) -> Iterator[str]:
@@ -131,7 +131,7 @@ class TrainerPart:
         return nullcontext()
 
     def own_numbers(self) -> Tensor:
-        """Return this rank's part of the numbers that are summed over all ranks, on the device.
+        """Return this rank's numbers, on the device; the trainer sums them over all ranks.
 
         Shape:
             fp64 [n]; n is the same in each step and on all ranks.
@@ -159,8 +159,8 @@ class TrainerPart:
     # Around checkpoints.
 
     def state_tensors(self) -> Mapping[str, Tensor]:
-        """Return what a checkpoint keeps for this part, by global name, as sharded tensors."""
+        """Return the sharded tensors that a checkpoint keeps for this part, by global name."""
         return {}
 
     def weights_loaded(self) -> None:
-        """Go on from weights and state tensors that were loaded."""
+        """React to newly loaded weights and state tensors."""

@@ -42,8 +42,8 @@ from mt_train.parts.part import Setup, TrainerPart
 class LowPrecision(TrainerPart):
     """Quantises linear layers by a recipe, and keeps the state of their scales.
 
-    The state of delayed scaling is the same on all ranks that have a layer, and that of an expert
-    on those that have the expert.
+    All ranks with a layer hold the same state of delayed scaling, and so do all ranks with an
+    expert.
     """
 
     folder = RunFolder.SCALING
@@ -76,7 +76,7 @@ class LowPrecision(TrainerPart):
         check_precision(loaded, model)
 
     def shard_options(self) -> Mapping[str, Any]:
-        """Return what holds the weights that are kept in codes alone."""
+        """Return the holder of weights in 8 bits alone."""
         return {"encoding": self._primary}
 
     def parameters_ready(self, buffer: GradBuffer) -> None:
@@ -126,8 +126,8 @@ class LowPrecision(TrainerPart):
     def end_passes(self) -> None:
         """Make the scales of the next step, and let go of this step's weights; all ranks call it.
 
-        With delayed scaling that is an all-reduce (MAX) over all ranks that have the same layers,
-        and over those that have the same experts.
+        Delayed scaling does an all-reduce (MAX) over the ranks with the same layers, and another
+        over the ranks with the same experts.
         """
         mirror = self._state.group("mirror") if self._is_mirrored else None
         end_step(_delayed(self._gemms), self._state.group("tp-cp-dp"), mirror)
@@ -141,7 +141,7 @@ class LowPrecision(TrainerPart):
             gemm.forget_weight()
 
     def weights_loaded(self) -> None:
-        """Go on from the scales that were loaded, which primary weights are encoded by."""
+        """Continue from loaded scales, by which primary weights are encoded next."""
         self._forget_weights()
         for delayed in _delayed(self._gemms | self._expert_gemms()):
             delayed.resume()
@@ -167,7 +167,7 @@ class LowPrecision(TrainerPart):
         return found
 
     def lines(self) -> Iterator[str]:
-        """Say once what is quantised, and what is not; all ranks of a pipeline call it together."""
+        """Yield the quantised layers and the others; all ranks of a pipeline call it together."""
         own = [
             [name, len(names), len(chosen.intersection(names))]
             for stage in self._stages
@@ -193,9 +193,9 @@ class LowPrecision(TrainerPart):
 
 
 def primary_weights(config: RunConfig, stages: Sequence[GPT]) -> PrimaryWeights | None:
-    """Return what holds the weights of quantised layers in codes; None where values are kept.
+    """Return the holder of quantised weights in 8 bits; None where layers keep their values.
 
-    A layer of experts of which some are not quantised keeps its values.
+    A layer whose experts are not all quantised keeps its values.
     """
     section = config.precision
     if not section.primary_weights:
@@ -215,7 +215,7 @@ def read_recipe(section: PrecisionSection) -> Recipe:
 
 
 def chosen_linears(section: PrecisionSection, stage: nn.Module, num_layers: int) -> set[str]:
-    """Return the names of the linear layers, and of all ranks' experts, that are quantised."""
+    """Return the names of quantised linear layers and experts, over all ranks."""
     found: set[str] = set()
     for name, names in _names(stage).items():
         index = int(name.split(".")[1])
@@ -291,7 +291,7 @@ def grouped_layers(stage: nn.Module) -> Mapping[str, GroupedLinear]:
 
 
 def _names(stage: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return by the name of each layer what is chosen: itself, or the experts of all ranks."""
+    """Return for each layer the names that a run chooses from: its own, or its experts'."""
     named = {name: (name,) for name in block_linears(stage)}
     return named | {name: _experts(name, layer) for name, layer in grouped_layers(stage).items()}
 

@@ -1,4 +1,4 @@
-"""Linear layers, keys and values that are trained with the rounding of a recipe of mt-quant."""
+"""Quantisation-aware training by a recipe of mt-quant."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mt_train.parts.precision import block_linears, grouped_layers
 class FakeQuantizedGemm(TorchGemm):
     """torch's products of a rounded weight and, where the rule has a format for it, input.
 
-    The products' gradients are those of rounded operands, so they pass the rounding unchanged.
+    The backward products use the rounded operands, and gradients pass the rounding unchanged.
 
     Args:
         quantizer: Rounds the layer's operands.
@@ -103,7 +103,7 @@ class FakeQuantization(TrainerPart):
             gemm.quantizer.forget_weight()
 
     def lines(self) -> Iterator[str]:
-        """Say once what is rounded; all ranks of a pipeline call it together."""
+        """Yield the rounded layers; all ranks of a pipeline call it together."""
         state = self.setup.state
         own = [sorted(self._gemms), self._kept]
         shared = share_json(own, state.group("pp"), device=state.device)
@@ -123,10 +123,11 @@ def fake_quantize(
     """Have the linear layers of a stage's blocks, and its experts, multiply rounded weights.
 
     Args:
-        stage: A model, or a stage of it.
-        decisions: Of the whole model's layers, by name, and of its experts by their numbers.
-        group: The ranks that cut an expert (etp).
-        keeps_weight: Whether rounded weights are kept until they change.
+        stage: Model, or stage of a model.
+        decisions: Decision for each of the whole model's layers, by name, and for its experts by
+            number.
+        group: Group of the ranks that share an expert (etp).
+        keeps_weight: Whether rounded weights are kept until the weights change.
 
     Returns:
         The strategies by the names of their layers.

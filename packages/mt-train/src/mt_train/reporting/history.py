@@ -26,8 +26,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def record_part(path: Path, step: int, config: dict[str, Any], origin: str | None) -> None:
     """Note that the run trains with `config` after `step`.
 
-    Each row has the configuration from its step to that of the next row. Rows of a part that was
-    lost, after `step`, are dropped; a part that goes on with the same configuration adds none.
+    Each row has the configuration from its step to the next row's. Rows after `step` belong to a
+    lost part of the run and are dropped. A part with an unchanged configuration adds no row.
 
     Args:
         path: The file, created if missing.
@@ -51,7 +51,7 @@ def record_part(path: Path, step: int, config: dict[str, Any], origin: str | Non
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a history; lines that are none are passed over."""
+    """Read the rows of a history, and skip damaged lines."""
     try:
         content = read_bytes(path, limit=_MAX_BYTES, within=path.parent)
     except MissingFileError:

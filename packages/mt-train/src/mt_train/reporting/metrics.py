@@ -21,8 +21,8 @@ _MAX_STEP = 10**18
 class MetricsFile:
     """Appends records; on resume it first forgets what a lost part of the run wrote.
 
-    Lines that are no records, as a failing disk leaves them, are moved to `metrics.damaged` beside
-    the file. A last line without an end, as a kill leaves it, is dropped.
+    Damaged lines, as a failing disk leaves them, move to `metrics.damaged` beside the file. An
+    incomplete last line, as a kill leaves it, is dropped.
 
     Args:
         path: The file, created if missing.
@@ -30,7 +30,7 @@ class MetricsFile:
         evaluates_again: Whether the evaluation of `resume_step` is dropped too.
 
     Attributes:
-        damaged: Numbers of the lines that were moved.
+        damaged: Numbers of the damaged lines.
 
     Raises:
         FileError: The file is not a regular one in its folder, or can't be written.
@@ -78,7 +78,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[Record]:
-    """Yield the records of a metrics file; lines that are none are passed over.
+    """Yield the records of a metrics file, and skip damaged lines.
 
     Raises:
         FileError: The file is not a regular one in its folder.

@@ -1,4 +1,4 @@
-"""What a run tells, and where: metrics.jsonl, TensorBoard and the console."""
+"""Reports of a run to metrics.jsonl, TensorBoard and the console."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Reporter:
     """Tells what happens in a run; on all ranks but the first it tells nothing.
 
     A console or a log that can't be written any more does not end the run: it is left out, the run
-    is asked to stop, and so saves first. What is said after that goes to stderr.
+    is asked to stop, and so saves first. Later messages go to stderr.
 
     Args:
         stop: Asked to stop the run.

@@ -1,4 +1,4 @@
-"""What a run is made of beside its configuration, made once and found by every rank."""
+"""Inputs of a run beside its configuration, built once and opened by every rank."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _TOKENIZER_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """What a run is made of beside its configuration.
+    """Inputs of a run beside its configuration.
 
     Attributes:
-        corpus: Its tokens.
-        start: Where it begins.
-        tokenizer: The one of its tokens.
-        model: The layer list, for that tokenizer's vocabulary.
+        corpus: Token files of the run.
+        start: Starting point of the run.
+        tokenizer: Tokenizer of the tokens.
+        model: Model for that tokenizer's vocabulary.
     """
 
     corpus: Corpus

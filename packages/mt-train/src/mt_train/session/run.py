@@ -225,7 +225,7 @@ class _Session:
         return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
 
     def _say_notes(self, reporter: Reporter, record: Record) -> None:
-        """Say what a step found beside its losses, on whichever rank that is."""
+        """Print the notes of parts after a step, on the rank that has them."""
         for part in self.trainer.parts:
             for text in part.notes(record):
                 reporter.say_of_rank(self.state.rank, text)

@@ -1,4 +1,4 @@
-"""What a checkpoint of mt-train says of its run, checked before anything is done with it."""
+"""Metadata of a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class SavedRun:
     Attributes:
         step: Completed steps.
         elapsed: Seconds spent in training steps.
-        consumed_samples: Samples trained on.
-        skipped_steps: Steps that changed no weight.
-        loss_scale: Where the scale of the loss is; null where it is not scaled.
-        data: What the run drew its samples from.
-        tokenizer: Of the data.
-        model: The model, as `ModelConfig.to_dict` gives it.
+        consumed_samples: Number of samples trained on.
+        skipped_steps: Number of steps that changed no weight.
+        loss_scale: State of the loss scale; null without one.
+        data: Mixture of the run's data sets.
+        tokenizer: Tokenizer of the data.
+        model: Model, from `ModelConfig.to_dict`.
         config: The sections of the configuration, as JSON values.
         plugins: SHA-256 of each plugin, by its path.
     """
@@ -109,7 +109,7 @@ def read_saved(path: Path) -> SavedRun:
 
 
 def read_imported(path: Path) -> SavedModel | None:
-    """Read the metadata of weights that were imported, and trained by no run; None for a run's.
+    """Read the metadata of imported weights; None for the checkpoint of a run.
 
     Raises:
         CheckpointError: The manifest is damaged.

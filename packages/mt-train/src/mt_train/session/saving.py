@@ -38,7 +38,7 @@ def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:
 
     Raises:
         NonFiniteLossError: A weight or a moment is not finite; nothing is saved.
-        CheckpointError: Saving failed; what was saved before is as it was.
+        CheckpointError: Saving failed; earlier checkpoints are unchanged.
     """
     if not _is_finite(trainer):
         raise NonFiniteLossError(
@@ -91,7 +91,7 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
     Args:
         trainer: Gets the weights; optimizer and progress stay as new.
         folder: The folder.
-        vocab_multiple: Of the trainer's model.
+        vocab_multiple: Multiple that the trainer's vocabulary is padded to.
 
     Raises:
         ExchangeError: Tensors are missing, not expected or of another shape, or a file is damaged.
@@ -110,7 +110,7 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
 
 
 def way_back(trainer: Trainer, path: Path) -> str:
-    """Say how to go on from an older step than `path`, the newest that is sound.
+    """Return a sentence on how to continue from the newest sound step before `path`.
 
     It reads older steps into the trainer, which is of no use after that; every rank calls it.
     """
@@ -190,7 +190,7 @@ def _tensors(trainer: Trainer, *, moments: bool) -> dict[str, dict[str, torch.Te
 
 
 def _to_write(trainer: Trainer) -> list[TensorShard]:
-    """List what is saved, in model space; what is stepped in ranges comes together first."""
+    """List the tensors to save, in model space; ZeRO ranges are gathered first."""
     peers = {
         shard.name: [peer - trainer.state.offset for peer in shard.peers]
         for shard in trainer.optimizer.shards
@@ -204,14 +204,14 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
 
 
 def _buffer_shards(trainer: Trainer) -> list[TensorShard]:
-    """List what a model keeps beside parameters."""
+    """List the model's buffers."""
     layout, rank = trainer.state.layout, trainer.state.rank
     found = saved_buffers(trainer.stages)
     return param_shards(found.items(), layout, rank, prefix=RunFolder.WEIGHTS, params=found)
 
 
 def _factor_shards(trainer: Trainer, **options: Any) -> list[TensorShard]:
-    """List what the rule keeps in shapes of its own, which each rank has for whole parameters."""
+    """List optimizer state in shapes of its own, which each rank has for whole parameters."""
     params = dict(trainer.named_parameters)
     shards: list[TensorShard] = []
     for name in [shard.name for shard in trainer.optimizer.shards]:
@@ -241,7 +241,7 @@ def _part_shards(trainer: Trainer) -> list[TensorShard]:
 def _to_fill(
     trainer: Trainer, tensors_of: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> list[TensorShard]:
-    """List what is loaded: the ranges that this rank steps, as boxes in model space."""
+    """List the ranges that this rank steps, as boxes in model space, to load into."""
     ranges = {
         shard.name: (shard.start, shard.end)
         for shard in trainer.optimizer.shards

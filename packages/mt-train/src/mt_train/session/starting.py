@@ -1,4 +1,4 @@
-"""What a run starts from: nothing, its own last checkpoint, or another run's."""
+"""Starting points: nothing, the run's last checkpoint, or another run's."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Start:
 
     Attributes:
         path: The checkpoint; None for a new run.
-        saved: Its metadata.
+        saved: Metadata of the checkpoint.
         own: Whether it is the run's own.
         weights_only: Whether only the model is taken from it.
-        imported: The metadata of a checkpoint that is of no run.
-        pretrained: The Hugging Face folder whose weights a new run starts with.
+        imported: Metadata of imported weights, which no run trained.
+        pretrained: Hugging Face folder with the initial weights of a new run.
     """
 
     path: Path | None = None
@@ -59,7 +59,7 @@ class Start:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer of another run, for data that are made for its weights."""
+        """Tokenizer of another run, whose weights expect it."""
         if self.path is None or self.own:
             return None
         path = RunFolder.of(self.path).tokenizer
@@ -72,7 +72,7 @@ class Start:
         return self.continued.data.continued(sources, self.progress.samples)
 
     def describe(self, config: RunConfig, tokenizer: str) -> list[str]:
-        """Say in one line each where the run starts and what is different from here on.
+        """Return lines on where the run starts and which settings change.
 
         Args:
             config: The configuration from here on.

@@ -20,8 +20,8 @@ def kernel_lines(stages: Sequence[GPT], state: ParallelState, *, compiled: bool)
     All ranks of a pipeline call it together, as each knows its own stages: one `share_json`.
 
     Args:
-        stages: Of this rank, that were built for the run.
-        state: This rank's place.
+        stages: Stages of this rank.
+        state: Place of this rank.
         compiled: They run under torch.compile, where `auto` is the plain form.
     """
     choices = (choice for stage in stages for choice in stage.chosen_kernels())

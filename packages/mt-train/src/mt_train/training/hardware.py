@@ -37,7 +37,8 @@ def bf16_speedup(*, size: int = 512, rounds: int = 5) -> float:
 
     Args:
         size: Rows and columns of the matrices.
-        rounds: The best of so many counts, in seconds of this thread: other work disturbs little.
+        rounds: Number of measurements, in seconds of this thread; the best one counts, as it was
+            disturbed least.
     """
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):

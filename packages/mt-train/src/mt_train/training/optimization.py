@@ -86,7 +86,7 @@ def loss_scale(section: OptimizerSection) -> LossScale | None:
 
 
 def _overrides(section: OptimizerSection) -> tuple[GroupOverride, ...]:
-    """Return the overrides of the configuration, and those of a wider model."""
+    """Return the overrides of the configuration and of `width_multiplier`."""
     given = [GroupOverride(**to_plain(entry)) for entry in section.overrides]
     if section.width_multiplier != 1:
         given += mup_overrides(section.width_multiplier, is_hidden_matrix, name=section.name)

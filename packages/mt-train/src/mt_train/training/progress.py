@@ -1,4 +1,4 @@
-"""How far a run is, and what follows from that: the learning rate and the end."""
+"""Progress of a run, and its learning rate and end as functions of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mt_train.config.run_config import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What a checkpoint must remember beside tensors.
+    """Progress of a run, which a checkpoint records.
 
     Attributes:
         step: Completed steps.
@@ -63,7 +63,7 @@ class Course:
         )
 
     def position(self, progress: Progress) -> float:
-        """Return where the schedule is, in updates; the time budget may run ahead of them."""
+        """Return the position in the schedule, in updates; the time budget may run ahead."""
         return max(progress.updates, self._steps_by_time(progress))
 
     def finished(self, progress: Progress) -> bool:
@@ -85,7 +85,7 @@ class Course:
         return self.position(progress) + 1
 
     def share(self, progress: Progress) -> float:
-        """Return the part of the run that is done, from 0 to 1."""
+        """Return the completed share of the run, from 0 to 1."""
         return min(self._done(progress) / self.steps, 1.0)
 
     def seconds_left(self, progress: Progress) -> float:

@@ -109,8 +109,8 @@ def named_parameters(
 ) -> dict[str, nn.Parameter]:
     """Every parameter of a rank's stages once, by its global name, in the order of the model.
 
-    Two ranks that hold the same stages, one for each direction, list them alike: what is cut into
-    ranges is cut at the same places then.
+    Two ranks with the same stages, one for each direction, list them in the same order, so that
+    ZeRO cuts them at the same places.
     """
     held = zip(schedule.stages_of(rank), stages, strict=True)
     ordered = sorted(held, key=lambda pair: pair[0] % schedule.depth)

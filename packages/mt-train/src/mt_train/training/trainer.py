@@ -276,14 +276,14 @@ class Trainer:
         return outputs
 
     def _divisors(self, labels: list[list[int]], total: list[float]) -> list[dict[str, float]]:
-        """Say by what the losses of each micro-batch are divided, for the mean that is trained on.
+        """Return the divisors of each micro-batch's losses, by `training.loss_mean`.
 
         Args:
-            labels: Of each of this rank's micro-batches, as in `HostStep`.
-            total: Of the step.
+            labels: Counts of each of this rank's micro-batches, as in `HostStep`.
+            total: Counts of the whole step.
 
         Returns:
-            By the name of the count.
+            Divisor of each count, by name.
         """
         if self.config.training.loss_mean == "tokens":
             return [dict(zip(self.objective.counts, total, strict=True))] * len(labels)
@@ -324,13 +324,13 @@ class Trainer:
         return summed(self.state, self._stop.requested)[0] > 0
 
     def weights_loaded(self) -> None:
-        """Go on from masters and state tensors that were loaded; every rank calls it."""
+        """Copy loaded masters into the weights, and notify the parts; every rank calls it."""
         for part in self.parts:  # first: primary weights are encoded by the scales that were loaded
             part.weights_loaded()
         self.optimizer.sync_params()
 
     def _own_numbers(self, outputs: list[Any], *, save: bool) -> list[Tensor]:
-        """Return what is summed over ranks with the norm: losses, numbers of parts, and flags."""
+        """Return the numbers that ranks sum with the norm: losses, numbers of parts, and flags."""
         device = self.state.device
         # Each rank has what its own stages return; tensor-parallel ranks have the same.
         outputs = outputs if self.state.index("tp") == 0 else []
