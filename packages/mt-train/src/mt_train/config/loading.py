@@ -324,7 +324,7 @@ class _Paths:
             for item in dataclasses.fields(section)
             if PATH in item.metadata and (value := getattr(section, item.name)) is not None
         }
-        return dataclasses.replace(section, **paths)
+        return dataclasses.replace(section, **paths) if paths else section
 
     def _check_glob(self, folder: Path, glob: str) -> None:
         """Note a glob that no file of a corpus folder matches, and what would match some."""
