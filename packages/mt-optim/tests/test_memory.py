@@ -16,7 +16,7 @@ SIZE, LAYERS = 256, 4
 
 def rows():
     """Read the table: weights, strategy, settings, formulas, and bytes at 2 and at 4 ranks."""
-    section = PAGE.read_text().split("### Bytes of a parameter\n")[1].split("\n#")[0]
+    section = PAGE.read_text().split("### Bytes per parameter\n")[1].split("\n#")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
 
