@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from mt_files import Checks, did_you_mean
-from mt_fusions import (
-    BIAS_GELU,
-    GATED,
-    LAYER_NORM,
-    LOSS,
-    RESIDUAL,
-    RMS_NORM,
-    ROPE,
-    SILU_PRODUCT,
-    SQUARED_RELU,
-)
-from mt_kernels import AUTO, Registry
 
 from mt_model.kernels.words import KernelSet
 
-_REGISTRIES: dict[str, tuple[Registry[Any], ...]] = {
-    "norm": (RMS_NORM, LAYER_NORM),
-    "activation": (GATED, SQUARED_RELU, BIAS_GELU, SILU_PRODUCT),
-    "residual": (RESIDUAL,),
-    "rope": (ROPE,),
-    "loss": (LOSS,),
-    "attention": (Registry("attention", ()),),
-}
+if TYPE_CHECKING:
+    from mt_kernels import Registry
+
 # The names of candidates whose registry is in a room above this one.
 _WORDS = {"attention": ("matmul", "sdpa", "flash", "te", "flex", "tiles", "reference")}
 _WITHOUT_FUSED = {"attention": "auto"}  # whose candidates are all fused but the reference
+
+
+def _registries(operation: str) -> tuple[Registry[Any], ...]:
+    """Return the registries behind a field of `Kernels`.
+
+    The import of mt-fusions, and with it of torch, waits until a kernel is named: a configuration
+    without names is read without torch.
+    """
+    import mt_fusions as fused
+    from mt_kernels import Registry
+
+    return {
+        "attention": (Registry("attention", ()),),
+        "norm": (fused.RMS_NORM, fused.LAYER_NORM),
+        "activation": (fused.GATED, fused.SQUARED_RELU, fused.BIAS_GELU, fused.SILU_PRODUCT),
+        "residual": (fused.RESIDUAL,),
+        "rope": (fused.ROPE,),
+        "loss": (fused.LOSS,),
+    }[operation]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +74,15 @@ class Kernels:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        for field, registries in _REGISTRIES.items():
-            name, own = getattr(self, field), {AUTO, *_WORDS.get(field, ())}
-            own |= {known.name for registry in registries for known in registry.candidates}
-            if name in own:
+        for field in (item.name for item in fields(self)):
+            name, own = getattr(self, field), _WORDS.get(field, ())
+            if name == "auto":
+                continue
+            registries = _registries(field)
+            if name in own or any(name == x.name for each in registries for x in each.candidates):
                 continue
             # Only a name that no registry here has is looked for in other packages.
-            words = [AUTO, *_WORDS.get(field, ())]
-            words += (x for registry in registries for x in registry.names)
+            words = ["auto", *own, *(x for each in registries for x in each.names)]
             if name not in words:
                 known = ", ".join(dict.fromkeys(words))
                 near = did_you_mean(name, words)
