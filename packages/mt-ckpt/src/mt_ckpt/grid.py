@@ -62,6 +62,7 @@ def plan_chunks(
             "size per dim",
             tensor=name,
         )
+    # Checked on the grid of all cuts, whose cells are few, and not element by element.
     _check_cover(name, shape, cuts, boxes)
     return _split(shape, steps, itemsize)
 

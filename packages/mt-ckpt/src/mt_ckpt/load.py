@@ -77,6 +77,7 @@ def load_checkpoint(
         folder = Path(path) / ranks.phase(lambda: None, choose)
         prefixes = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         load = _Load(folder, list(shards), prefixes, cast)
+        # Every rank holds the step from here on, and nothing is filled before all agree.
         ranks.phase(lambda: load.match(stack), load.compare)
         ranks.phase(load.read, lambda _: None)
     return load.manifest.metadata
@@ -260,6 +261,7 @@ class _Load:
         stack.enter_context(hold_checkpoint(self.path))
         self.manifest = open_checkpoint(self.path)
         arrays, files = self.manifest.arrays, sorted(self.manifest.files.items())
+        # Ranks on different file systems may see different checkpoints of the same step.
         content = hashlib.sha256(repr(files).encode()).hexdigest()[:12]
         return {
             "checkpoint": f"step {self.manifest.step}, content {content}",

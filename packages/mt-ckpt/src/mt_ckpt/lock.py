@@ -33,6 +33,7 @@ def share(path: Path) -> BinaryIO | None:
     """
     file = open_manifest(path)
     held = _lock(file.fileno(), fcntl.LOCK_SH)
+    # The directory may have been moved between the open and the lock.
     if held is not False and _is_at(file.fileno(), path / MANIFEST):
         return file
     file.close()

@@ -72,6 +72,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         data = _encode(value)
+        # `gather` needs equal sizes, so the lengths are exchanged and reports padded first.
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         lengths = [int(size) for size in sizes]

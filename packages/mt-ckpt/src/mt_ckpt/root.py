@@ -97,6 +97,7 @@ def clean(root: str | Path) -> list[Path]:
     stale = [p for p in root.iterdir() if _STALE.fullmatch(p.name)] if root.is_dir() else []
     for path in list(stale):
         name, kind = cast("re.Match[str]", _STALE.fullmatch(path.name)).groups()
+        # A save was killed after it moved the first checkpoint aside and before its rename.
         whole = kind == "old" and (path / MANIFEST).exists()
         if whole and not (root / LATEST).exists() and not (root / name).exists():
             with disk_errors("rename", path):

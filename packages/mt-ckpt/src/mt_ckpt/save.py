@@ -175,6 +175,7 @@ class _Save:
                 file=str(temp),
             )
         written: dict[str, list[Any]] = {}
+        # Each shard is popped, so that its memory is free once it is written.
         self.shards.reverse()
         while self.shards:
             shard = self.shards.pop()
@@ -196,11 +197,13 @@ class _Save:
         manifest = Manifest(
             step=self.step, metadata=self.metadata, arrays=self.arrays, files=self.files
         )
+        # The manifest comes last: a directory without it is no checkpoint.
         create_file(temp / MANIFEST, manifest.encode())
         folders = {parent for path in self.files for parent in Path(path).parents}
         sync_all(temp / path for path in (*metadata_files, MANIFEST, *folders))
         self.event("save.manifest")
         named = self.check_free()  # again, as another process may have saved the step meanwhile
+        # Renaming over a directory isn't atomic, so an existing step moves aside first.
         if self.step in committed_steps(self.root):
             with claim(final, superseded=0.0, wait=_READERS_SECONDS):
                 self.old = set_aside(final)

@@ -154,6 +154,7 @@ class Generator:
                 waiting = choose(self._allowed(found), sampling, position)
             fed = waiting[:, None]
             whole.append(fed)
+            # The next pass warms up eagerly; replays start at the third pass.
             if self.cuda_graphs and decoding is None and position + 1 < length:
                 decoding = self._decoding(cache, sampling)
             # Rotary factors change at this length, so all keys are computed again.
@@ -206,6 +207,7 @@ class Generator:
         y = cast("Tensor", run(x, batch)).contiguous()
         if stage < last:
             dist.send(y, group=self.stages, group_dst=stage + 1)
+            # Only the last stage has scores; the broadcast fills this tensor.
             y = torch.empty(tokens.shape[0], 1, self.config.vocab_size, **where)
         dist.broadcast(y, group=self.stages, group_src=last)
         return y

@@ -83,6 +83,7 @@ class Magnitudes:
         ratio = largest / (self.width.where(self.width > 0, 1.0) * _BINS)
         doublings = ratio.clamp(min=1).log2().ceil().long()
         if bool((doublings > 0).any()):
+            # Doubling the width k times merges 2 ** k neighbouring bins.
             merged = torch.arange(_BINS, device=largest.device) >> doublings.clamp(max=62)[:, None]
             self.counts = torch.zeros_like(self.counts).scatter_add_(1, merged, self.counts)
             self.width = self.width * 2.0**doublings

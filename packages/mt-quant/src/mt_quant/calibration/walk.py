@@ -32,6 +32,7 @@ class _Forward(threading.Thread):
     def run(self) -> None:
         self._go.acquire()
         try:
+            # Devices and grad mode are set by thread.
             self._settings()
             with torch.no_grad():
                 if not self.cancelled:
@@ -101,6 +102,7 @@ class Walk:
         try:
             yield self._steps()
         finally:
+            # A thread that still waits is woken to raise inside its forward, so that it ends.
             for forward in self._forwards:
                 if forward.is_alive():
                     forward.cancelled, forward.error = True, None
@@ -155,6 +157,7 @@ class Walk:
                 return forward(*args, **kwargs)
             thread.stop_at(name)
             if self._looking:
+                # A stage may change its arguments in place, so it gets copies.
                 copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
                 y = forward(*copies[0], **copies[1])  # observed only; no later stage reads it
                 if self._observe is not None:

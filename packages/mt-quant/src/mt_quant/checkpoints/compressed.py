@@ -308,6 +308,7 @@ def by_groups(
             f"g_idx does not divide {codes.shape[1]} inputs into {count} groups of equal size; "
             "restore the file"
         )
+    # An order by group that is the layer's own needs no index.
     is_sorted = torch.equal(group.long(), expected)
     return integer_weight(codes[:, order], scale, zero, bits), None if is_sorted else order
 

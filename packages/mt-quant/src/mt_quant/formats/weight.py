@@ -222,6 +222,7 @@ def quantize_weight(weight: Tensor, format: WeightFormat | str) -> QuantizedWeig
             f"{weight.shape[1]} inputs can't be stored two to a byte ({chosen}); use int8"
         )
     grid = find_grid(weight, chosen)
+    # Integers are rounded on their grid; floats must have the bits of mt-fp8.
     if chosen.is_integer:
         return encode(weight, grid)
     from mt_fp8 import quantize  # only floats need it

@@ -209,6 +209,7 @@ class QuantizedLinear(nn.Module):
         operands = Operands(
             x=x, weight=matrix.weight, input=self.input, step=self.input_step, group=group
         )
+        # Kernels have no gradient, and rounding must pass it, so a function of its own defines it.
         if torch.is_grad_enabled() and x.requires_grad:
             y = cast(Tensor, _Product.apply(x, self, operands))
         else:
@@ -234,6 +235,7 @@ class QuantizedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own
         """Apply a conversion, but keep the dtypes of scales, which belong to the codes."""
+        # torch casts every floating parameter; a cast scale would change the values of all codes.
         kept = {name: getattr(self, name) for name in _KEPT}
         dtypes = {name: param.dtype for name, param in kept.items() if param is not None}
         before = {name: kept[name].detach() for name in dtypes}

@@ -89,6 +89,7 @@ class LinearShape:
         dims = [dim for dim, axes in enumerate(record.spec.dims) if axes]
         if group_size(layer.group) == 1:
             return cls(outputs=sizes[0], inputs=sizes[1])
+        # A copied parameter has lost its record, which looks like a whole weight here.
         if len(dims) != 1 or record.spec.dims[dims[0]] != (layer.axis,):
             raise QuantizationError(
                 f"a weight with {record.spec!r} is not split in one dim over {layer.axis!r}, the "

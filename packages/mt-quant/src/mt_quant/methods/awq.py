@@ -107,6 +107,7 @@ def awq_scale(
         return None
     for i in range(1, round(1 / step) + 1):
         factor = size ** min(i * step, 1.0)
+        # Only ratios matter, so the factors are centred around 1.
         factor = factor / (factor.max() * factor.min()).sqrt()
         inside = hessian / factor / factor[:, None]
         error = sum(_error(weight.float() * factor, format, inside) for weight in weights)
@@ -140,7 +141,8 @@ def clipped_grid(weight: Tensor, grid: Grid, hessian: Tensor, shares: Sequence[f
     before, after = (
         row_errors(round_to_grid(weight, g) - weight, hessian) for g in (grid, clipped)
     )
-    if format.group == "tensor" or grid.level is not None:  # rows share something
+    # Rows that share a scale or a level can't choose between the grids one by one.
+    if format.group == "tensor" or grid.level is not None:
         return clipped if bool(after.sum() < before.sum()) else grid
     better = (after < before)[:, None]
     zero = None

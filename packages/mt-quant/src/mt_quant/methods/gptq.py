@@ -86,6 +86,7 @@ def _factor(hessian: Tensor, damping: float, dtype: torch.dtype) -> Tensor:
     diagonal = hessian.diagonal()
     unseen = diagonal <= 0
     mean = diagonal.mean() if bool((~unseen).any()) else diagonal.new_ones(())
+    # A feature without input would make the matrix singular; any positive value will do.
     diagonal[unseen] = mean.clamp(min=torch.finfo(dtype).tiny)
     diagonal += damping * mean
     lower, failed = torch.linalg.cholesky_ex(hessian)
@@ -112,10 +113,12 @@ def _rounded(
     places = order.tolist()
     for start in range(0, columns, step):
         stop = min(start + step, columns)
+        # Feedback within a block is applied at once, and beyond it in one product at the end.
         part, own = work[:, start:stop], factor[start:stop, start:stop]
         errors = torch.empty_like(part)
         for j in range(stop - start):
             at = places[start + j]
+            # The scale of a group is found when its first column has all feedback so far.
             if refresh and at % size == 0:
                 fresh = find_grid(part[:, j : j + size].float(), grid.format)
                 grid = grid.with_columns(at, fresh)

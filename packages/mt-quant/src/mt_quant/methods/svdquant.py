@@ -56,6 +56,7 @@ def svdquant(
     factor = smoothquant_scale([weight], abs_max, alpha=alpha)
     smooth = weight.float() * factor
     target, made = smooth, []
+    # Each round fits the product to what the last rounding left, and the best round counts.
     for _ in range(rounds):
         down, up = _product(target, rank, weight.dtype)
         low = up.float() @ down.float()

@@ -185,6 +185,7 @@ def _divide_linear(shared: InputSource, source: LinearShape, factor: Tensor) -> 
     by_row[rows] = factor
     if not torch.equal(by_row[rows], factor):
         raise QuantizationError("features that share a source output must have the same scale")
+    # Ranks that split the source's outputs scale the rows that they have.
     own = source.own(factor.device)[0]
     by_row = 1 / (by_row if own is None else by_row[own])
     weight = cast("nn.Parameter", shared.source.weight)

@@ -56,6 +56,7 @@ def load_quantized(
     is_meta = any(param.is_meta for param in model.parameters())
     for name, layer in made.items():
         model = replaced(model, places[name], layer)
+    # With `assign`, meta parameters are replaced, and their records with them.
     shardings(model)
     model.load_state_dict(dict(state), assign=is_meta)
     shardings(model)  # restores the records of assigned parameters

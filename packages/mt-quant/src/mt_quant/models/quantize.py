@@ -83,6 +83,7 @@ def quantize(
     decisions = {n: d for n, d in config.decide(model).items() if d.weight is not None}
     work = _Work(model, decisions, None if folder is None else LayerFolder(folder), progress)
     needs = {name: _needs(decision) for name, decision in decisions.items()}
+    # With calibration, even layers without needs are replaced in order: later layers see them.
     if any(needs.values()):
         batches = _batches(calibration, [name for name in needs if needs[name]])
         work.calibrated(batches, needs)
@@ -121,12 +122,14 @@ class _Work:
     def _stage(
         self, walk: Walk, stage: str, names: list[str], needs: Mapping[str, frozenset[str]]
     ) -> None:
+        # Layers that the folder has need no statistics, so their stage may not run at all.
         saved = {name: self._saved(name) for name in names}
         wanted = {
             n: Collector(n, self._shapes[n], needs[n]) for n in names if needs[n] and not saved[n]
         }
         if wanted:
             with ExitStack() as hooks:
+                # The stage itself is called without its hooks, so `look` observes it.
                 for name, collector in wanted.items():
                     if name != stage:
                         hooks.enter_context(_hook(self._module(name), collector))

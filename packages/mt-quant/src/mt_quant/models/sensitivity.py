@@ -142,6 +142,7 @@ def _knapsack(
     common = gcd(*(b for of in extra.values() for b in of.values())) or 1
     unit = max(common, -(-spare // _UNITS))
     total = spare // unit
+    # least[spent] is the lowest cost of the layers so far; `taken` remembers how to get there.
     least = torch.zeros(total + 1, dtype=torch.float64)
     taken: list[tuple[str, list[WeightFormat], Tensor]] = []
     for name, of_layer in costs.items():
@@ -153,6 +154,7 @@ def _knapsack(
                 row[spent:] = least[: total + 1 - spent] + of_layer[format]
         least, which = rows.min(0)
         taken.append((name, formats, which))
+    # Walk back from the full budget through the remembered choices.
     left, choice = total, dict[str, WeightFormat]()
     for name, formats, which in reversed(taken):
         choice[name] = formats[int(which[left])]

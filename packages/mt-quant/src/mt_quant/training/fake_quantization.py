@@ -86,6 +86,7 @@ class FakeQuantizer:
 
     @torch.no_grad()
     def _rounded(self, weight: Tensor) -> Tensor:
+        # Where no scale spans ranks, each rank rounds its part without communication.
         shape, spans = self.shape, self._spans_ranks()
         whole = shape.gathered(weight.view(*shape.outputs, *shape.inputs)) if spans else weight
         if not bool(whole.isfinite().all()):
