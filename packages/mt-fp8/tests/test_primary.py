@@ -14,11 +14,11 @@ from mt_fp8 import (
     Scaling,
     Split,
     convert_linears,
-    products_of,
     quantize,
     recipe,
     update_scales,
 )
+from mt_fp8.products import products_of
 from torch import Tensor, nn
 
 RECIPES = ("tensorwise", "delayed", "blockwise")

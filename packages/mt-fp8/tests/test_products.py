@@ -10,11 +10,12 @@ from mt_fp8 import (
     Products,
     QuantizedLinear,
     convert_linears,
-    products_of,
     quantize,
     recipe,
     update_scales,
 )
+from mt_fp8.products import products_of
+from mt_kernels import Registry
 from torch import Tensor, nn
 
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4")
@@ -376,3 +377,18 @@ def test_inputs_of_any_dims_under_autocast_and_without_a_gradient() -> None:
         layer(torch.randn(2, IN, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"input \(2, 3\) must end with 128"):
         layer(torch.randn(2, 3))
+
+
+def test_a_layer_chooses_its_kernels_once(monkeypatch):
+    products, searches = Products(recipe("tensorwise")), []
+    find = Registry.find
+    monkeypatch.setattr(Registry, "find", lambda *a: searches.append(a[0].operation) or find(*a))
+    for _ in range(4):
+        x, weight, grad = (torch.randn(16, 16) for _ in range(3))
+        operands = [products.operand(x, "input"), products.operand(weight, "weight")]
+        products.forward(*operands)
+        grad_y = products.operand(grad, "grad")
+        products.dgrad(grad_y, operands[1])
+        products.wgrad(grad_y, operands[0])
+    assert searches.count("fp8_cast") == 3  # input, weight, grad: one scale serves both ways
+    assert searches.count("fp8_matmul") == 3  # forward, dgrad, wgrad

@@ -5,21 +5,19 @@ from __future__ import annotations
 from mt_fp8.delayed import DelayedState
 from mt_fp8.delayed_scales import DelayedScales, end_step
 from mt_fp8.linear import QuantizedLinear, convert_linears, update_scales
-from mt_fp8.matmul import MATMUL_KERNELS, MatmulKernel, matmul
+from mt_fp8.matmul import matmul
 from mt_fp8.operand import Operand
-from mt_fp8.primary import PrimaryWeights, WeightPart
-from mt_fp8.products import Products, Split, products_of
+from mt_fp8.primary import PrimaryWeights
+from mt_fp8.products import Products, Split
 from mt_fp8.qtensor import QTensor
 from mt_fp8.quantize import Both, amax_of, quantize, quantize_both
 from mt_fp8.recipe import Recipe, recipe
 from mt_fp8.scaling import Scaling
 
 __all__ = [
-    "MATMUL_KERNELS",
     "Both",
     "DelayedScales",
     "DelayedState",
-    "MatmulKernel",
     "Operand",
     "PrimaryWeights",
     "Products",
@@ -28,12 +26,10 @@ __all__ = [
     "Recipe",
     "Scaling",
     "Split",
-    "WeightPart",
     "amax_of",
     "convert_linears",
     "end_step",
     "matmul",
-    "products_of",
     "quantize",
     "quantize_both",
     "recipe",

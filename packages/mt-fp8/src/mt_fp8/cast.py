@@ -1,12 +1,12 @@
-"""Ways to make codes and scales, of which the first that serves is taken."""
+"""Kernels that make codes and scales."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from mt_kernels import serves, triton_obstacle
+from mt_kernels import Candidate, Registry, cpu_obstacle, triton_obstacle
 from torch import Tensor
 
 from mt_fp8.block import block_dims, in_blocks, out_of_blocks, per_block, scales_shape
@@ -16,26 +16,21 @@ from mt_fp8.job import Job
 from mt_fp8.scale import factor_of, nvfp4_scales, scale_of
 from mt_fp8.scaling import Scaling
 
-_WIDEST = 128  # side of a block that a program holds
+_WIDEST = 128  # largest side of a block that a Triton program holds
 
 
-@dataclass(frozen=True)
-class CastKernel:
-    """One way to quantise.
+class CastKernel(NamedTuple):
+    """The two functions of a kernel that quantises.
 
     Attributes:
-        name: In messages, and to ask for it.
-        amax: Takes a tensor, whether it is rotated first, and whether along its columns; returns
-            its largest finite magnitude.
-        cast: Takes a tensor and the jobs along its rows and along those of its transpose, one of
-            which may be None; returns codes and scales of those there are.
-        obstacle: Takes the tensor and a job, and says why it can't serve; None where it serves.
+        amax: Takes a tensor, whether to rotate it first, and whether to transpose it; returns its
+            largest finite magnitude.
+        cast: Takes a tensor, a job for its rows and one for the rows of its transpose, either of
+            which may be None; returns codes and scales for each job.
     """
 
-    name: str
     amax: Callable[[Tensor, bool, bool], Tensor]
     cast: Callable[[Tensor, Job | None, Job | None], list[tuple[Tensor, Tensor]]]
-    obstacle: Callable[[Tensor, Job], str | None]
 
 
 def largest(x: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tensor:
@@ -48,7 +43,7 @@ def largest(x: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tensor:
 
 
 def values_of(x: Tensor, *, hadamard: bool) -> Tensor:
-    """Return what is quantised in fp32, which is rotated where that is wanted."""
+    """Return the values to quantise in fp32, rotated if `hadamard` says so."""
     x = x.detach().to(torch.float32)
     if not hadamard:
         return x
@@ -87,7 +82,7 @@ def _one(x: Tensor, job: Job) -> tuple[Tensor, Tensor]:
 
 
 def _marked(scales: Tensor, blocks: Tensor, scaling: Scaling) -> Tensor:
-    """Make NaN of the scales of blocks that have one."""
+    """Set the scales of blocks that contain a NaN to NaN."""
     bad = blocks.isnan().to(torch.float32)
     if not bad.numel():
         return scales
@@ -110,29 +105,31 @@ def _triton_cast(x: Tensor, along: Job | None, across: Job | None) -> list[tuple
     return cast(x, along, across)
 
 
-def _cpu_obstacle(x: Tensor, job: Job) -> str | None:
-    return None if x.device.type == "cpu" else f"it is for the CPU, and the tensor on {x.device}"
-
-
-def _triton_obstacle(x: Tensor, job: Job) -> str | None:
+def _triton_obstacle(x: Tensor, scaling: Scaling, has_factor: bool) -> str | None:  # noqa: FBT001
     why = triton_obstacle(x, any_dtype=True)
     if why is not None:
         return why
-    block, given = job.scaling.block, job.factor is not None
+    block = scaling.block
     if block in ("head", "token"):
         return f"it has no scales of block {block!r}"
     if isinstance(block, str):
-        return None if job.scaling.elements.has_nan else "scales of e2m1 are those of blocks in it"
-    if given and job.scaling.scale != "nvfp4":
-        return "it finds the scales of blocks itself, and they are given"
+        return None if scaling.elements.has_nan else "it scales e2m1 by blocks only"
+    if has_factor and scaling.scale != "nvfp4":
+        return "it computes the scales of blocks itself and can't take given ones"
     if any(side > _WIDEST or side & (side - 1) for side in block):
-        return f"sides of blocks are powers of two up to {_WIDEST} in it, not {block}"
+        return f"it takes blocks whose sides are powers of two up to {_WIDEST}, not {block}"
     return None
 
 
-# On a CPU the reference goes before Triton, whose interpreter is for tests.
-CAST_KERNELS = (
-    CastKernel("cpu", _amax, _cast, _cpu_obstacle),
-    CastKernel("triton", _triton_amax, _triton_cast, _triton_obstacle),
-    CastKernel("reference", _amax, _cast, serves),
+_REFERENCE = CastKernel(_amax, _cast)
+
+# Obstacles get the tensor, its scaling, and whether amax or factor are given. On a CPU the
+# reference goes before Triton, whose interpreter is for tests.
+CAST_KERNELS: Registry[CastKernel] = Registry(
+    "fp8_cast",
+    (
+        Candidate("cpu", _REFERENCE, cpu_obstacle),
+        Candidate("triton", CastKernel(_triton_amax, _triton_cast), _triton_obstacle),
+        Candidate("reference", _REFERENCE),
+    ),
 )

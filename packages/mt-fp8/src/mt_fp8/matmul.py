@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from mt_files import AUTO, check_type, kernel_for
+from mt_files import check_type
+from mt_kernels import AUTO, Candidate, Registry, Selector
 from torch import Tensor
 
 from mt_fp8.qtensor import QTensor
@@ -16,19 +17,8 @@ _HALF = (torch.bfloat16, torch.float16)
 _FP8 = ("e4m3", "e5m2")
 
 
-@dataclass(frozen=True)
-class MatmulKernel:
-    """One way to multiply quantised matrices.
-
-    Attributes:
-        name: In messages, and to ask for it.
-        run: Takes the two, a bias or None, and the dtype of the result.
-        obstacle: Takes the same and says why it can't serve; None where it serves.
-    """
-
-    name: str
-    run: Callable[[QTensor, QTensor, Tensor | None, torch.dtype], Tensor]
-    obstacle: Callable[[QTensor, QTensor, Tensor | None, torch.dtype], str | None]
+MatmulKernel: TypeAlias = Callable[[QTensor, QTensor, Tensor | None, torch.dtype], Tensor]
+"""Multiplies two matrices and adds a bias or None; the last argument is the result's dtype."""
 
 
 def matmul(
@@ -37,27 +27,28 @@ def matmul(
     *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    kernel: str = AUTO,
+    kernel: str | Selector[MatmulKernel] = AUTO,
 ) -> Tensor:
     """Return `a @ b.T + bias` for two quantised matrices, summed in fp32 and rounded once.
 
-    `emulation` multiplies in fp32 (fp64 for an fp64 result) what the codes stand for: the
-    definition. The others differ from it by the order of the sum. Where both are rotated the
-    rotation cancels, and is left in.
+    The kernel `emulation` is the definition: it multiplies the dequantised values in fp32, or in
+    fp64 for an fp64 result. The others differ from it by the order of the sum. If both operands are
+    rotated the rotations cancel and need not be undone.
 
     Args:
         a: The left matrix.
-        b: The right one, transposed.
+        b: The right matrix, transposed.
         bias: Added to each row.
-        out_dtype: Of the result; None for that of what `a` was made of.
-        kernel: `scaled_mm` (torch's), `te` (Transformer Engine's, of the extra of that name),
-            `triton` or `emulation`; `auto` is the first that serves.
+        out_dtype: Dtype of the result; None is the dtype that `a` was quantised from.
+        kernel: `scaled_mm` (torch's), `te` (Transformer Engine's, from the extra of that name),
+            `triton` or `emulation`; `auto` takes the first that serves. A selector keeps its
+            choice.
 
     Shape:
         a: [M, K]. b: [N, K]. bias: [N]. Returns [M, N].
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument has the wrong type.
         ValueError: Shapes don't fit, or the named kernel does not serve; the message says why.
 
     Example:
@@ -75,13 +66,13 @@ def matmul(
         )
     if bias is not None and tuple(bias.shape) != (b.shape[0],):
         raise ValueError(
-            f"bias {tuple(bias.shape)} must have one for each of b's {b.shape[0]} rows"
+            f"bias {tuple(bias.shape)} must have one element for each of b's {b.shape[0]} rows"
         )
     dtype = a.dtype if out_dtype is None else out_dtype
-    kernels = MATMUL_KERNELS
-    if kernel == AUTO and a.device.type == "cpu":  # where Triton's interpreter is for tests
-        kernels = tuple(each for each in kernels if each.name != "triton")
-    return kernel_for(kernels, kernel, a, b, bias, dtype).run(a, b, bias, dtype)
+    if isinstance(kernel, Selector):
+        key = a.shape, b.shape, a.scaling, b.scaling, dtype
+        return kernel.find(a, b, bias, dtype, key=key).function(a, b, bias, dtype)
+    return MATMUL_KERNELS.find(kernel, a, b, bias, dtype).function(a, b, bias, dtype)
 
 
 def _emulated(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -169,13 +160,17 @@ def _engine_obstacle(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.d
     return engine_obstacle(a, b, bias, dtype)
 
 
-def _serves(*_: object) -> None:
-    return None
+def _triton_drawback(a: QTensor, *_: object) -> str | None:
+    return "on a CPU it is interpreted, for tests" if a.device.type == "cpu" else None
 
 
-MATMUL_KERNELS: tuple[MatmulKernel, ...] = (
-    MatmulKernel("scaled_mm", _scaled_mm, _scaled_mm_obstacle),
-    MatmulKernel("te", _engine, _engine_obstacle),
-    MatmulKernel("triton", _triton, _triton_obstacle),
-    MatmulKernel("emulation", _emulated, _serves),
+# Obstacles get the arguments of the kernel.
+MATMUL_KERNELS: Registry[MatmulKernel] = Registry(
+    "fp8_matmul",
+    (
+        Candidate("scaled_mm", _scaled_mm, _scaled_mm_obstacle),
+        Candidate("te", _engine, _engine_obstacle),
+        Candidate("triton", _triton, _triton_obstacle, _triton_drawback),
+        Candidate("emulation", _emulated),
+    ),
 )

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from mt_files import check_type, multiples_near
+from mt_kernels import Selector
 from torch import Tensor, nn
 
+from mt_fp8.cast import CAST_KERNELS, CastKernel
 from mt_fp8.delayed_scales import DelayedScales
-from mt_fp8.matmul import matmul
+from mt_fp8.matmul import MATMUL_KERNELS, MatmulKernel, matmul
 from mt_fp8.operand import Form, Operand
 from mt_fp8.qtensor import QTensor
 from mt_fp8.quantize import amax_of, quantize, scaling_of
@@ -89,6 +91,13 @@ class Products(nn.Module):
         self._weight: tuple[object, Tensor, Operand] | None = None
         self._held: Callable[[], Operand] | None = None
         self._counted: Counter[Role] = Counter()
+        # Each product, and each orientation of each operand, keeps its kernel.
+        self._casts: dict[tuple[Role, bool], Selector[CastKernel]] = {
+            (role, column): Selector(CAST_KERNELS) for role in ROLES for column in (False, True)
+        }
+        self._matmuls: dict[str, Selector[MatmulKernel]] = {
+            name: Selector(MATMUL_KERNELS) for name in ("forward", "dgrad", "wgrad")
+        }
         self.begin_step(0)
 
     def operand(self, x: Tensor, role: Role) -> Operand:
@@ -126,7 +135,7 @@ class Products(nn.Module):
         Shape:
             x: [..., in]. weight: [out, in]. bias: [out]. Returns [..., out].
         """
-        y = _product(x.rows, weight.rows, x.dtype, bias)
+        y = self._multiply("forward", x.rows, weight.rows, x.dtype, bias)
         return y.unflatten(0, x.shape[:-1])
 
     def dgrad(self, grad_y: Operand, weight: Operand) -> Tensor:
@@ -135,7 +144,8 @@ class Products(nn.Module):
         Shape:
             grad_y: [..., out]. weight: [out, in]. Returns [..., in].
         """
-        grad_x = _product(grad_y.rows, self._columns(weight), grad_y.dtype)
+        columns = self._columns(weight)
+        grad_x = self._multiply("dgrad", grad_y.rows, columns, grad_y.dtype)
         return grad_x.unflatten(0, grad_y.shape[:-1])
 
     def wgrad(self, grad_y: Operand, x: Operand) -> Tensor:
@@ -144,7 +154,8 @@ class Products(nn.Module):
         Shape:
             grad_y: [..., out]. x: [..., in]. Returns [out, in].
         """
-        return _product(self._columns(grad_y), self._columns(x), grad_y.dtype)
+        columns = self._columns(grad_y), self._columns(x)
+        return self._multiply("wgrad", *columns, grad_y.dtype)
 
     def wgrad_into(self, grad_y: Operand, x: Operand, out: Tensor, *, accumulate: bool) -> None:
         """Set `out` to the weight's gradient, or add it, rounded to nothing else but its dtype.
@@ -152,7 +163,8 @@ class Products(nn.Module):
         Shape:
             grad_y: [..., out]. x: [..., in]. out: contiguous, [out, in] with any dims cut in more.
         """
-        grad = _product(self._columns(grad_y), self._columns(x), out.dtype).view_as(out)
+        columns = self._columns(grad_y), self._columns(x)
+        grad = self._multiply("wgrad", *columns, out.dtype).view_as(out)
         out.add_(grad) if accumulate else out.copy_(grad)
 
     def forget_weight(self) -> None:
@@ -239,23 +251,41 @@ class Products(nn.Module):
     ) -> QTensor:
         """Quantise a matrix along its rows, with scales of the whole of which it is a part."""
         scaling, split = scaling_of(self.recipe, role, column=column), self.splits.get(role)
+        kernel = self._casts[role, column]
         if self.delayed is not None:
             if (factor := self.delayed.of(role)) is not None:
-                return quantize(matrix, scaling, factor=factor)
+                return quantize(matrix, scaling, factor=factor, kernel=kernel)
             margin = scaling.margin + self.recipe.margin
             scaling = dataclasses.replace(scaling, margin=margin)
         group = None if split is None else split.both
         seed = self._seed_of(role, group, column=column) if scaling.stochastic else None
         if split is None:
-            return quantize(matrix, scaling, amax=amax, seed=seed)
+            return quantize(matrix, scaling, amax=amax, seed=seed, kernel=kernel)
         if scaling.block == "row":
             across = split.rows if column else split.columns
             amax = None if across is None else _agreed(amax_of(matrix, scaling), across)
         elif amax is not None and group is not None:
             amax = _agreed(amax.clone(), group)
-        return quantize(
-            matrix, scaling, amax=amax, seed=seed, group=group if amax is None else None
+        group = group if amax is None else None
+        return quantize(matrix, scaling, amax=amax, seed=seed, group=group, kernel=kernel)
+
+    def _multiply(
+        self,
+        name: str,
+        a: Form | None,
+        b: Form | None,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Return `a @ b.T + bias`; an operand that is not quantised has both multiplied in dtype."""
+        if a is None or b is None:
+            raise ValueError("an operand lacks the form that is multiplied; make it by `operand`")
+        if isinstance(a, QTensor) and isinstance(b, QTensor):
+            return matmul(a, b, bias=bias, out_dtype=dtype, kernel=self._matmuls[name])
+        left, right = (
+            x.dequantize(dtype) if isinstance(x, QTensor) else x.to(dtype) for x in (a, b)
         )
+        return F.linear(left, right, bias)
 
     def _seed_of(self, role: Role, group: Group, *, column: bool) -> int:
         """Return a seed of its own for each tensor of a step, and for each part of a tensor.
@@ -283,18 +313,6 @@ def _version(weight: Tensor) -> int | None:
 def _agreed(amax: Tensor, group: Group) -> Tensor:
     dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
     return amax
-
-
-def _product(
-    a: Form | None, b: Form | None, dtype: torch.dtype, bias: Tensor | None = None
-) -> Tensor:
-    """Return `a @ b.T + bias`; what one of them leaves as it is, both are multiplied as."""
-    if a is None or b is None:
-        raise ValueError("an operand lacks the form that is multiplied; make it by `operand`")
-    if isinstance(a, QTensor) and isinstance(b, QTensor):
-        return matmul(a, b, bias=bias, out_dtype=dtype)
-    left, right = (x.dequantize(dtype) if isinstance(x, QTensor) else x.to(dtype) for x in (a, b))
-    return F.linear(left, right, bias)
 
 
 def products_of(module: nn.Module) -> list[Products]:

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from mt_files import AUTO, check_type, kernel_for
+from mt_files import check_type
+from mt_kernels import AUTO, Selector
 from torch import Tensor
 
 from mt_fp8.block import in_blocks, scales_shape
@@ -42,7 +43,7 @@ def quantize(
     factor: Tensor | None = None,
     seed: int | Tensor | None = None,
     group: dist.ProcessGroup | None = None,
-    kernel: str = AUTO,
+    kernel: str | Selector[CastKernel] = AUTO,
 ) -> QTensor:
     """Return a tensor's codes and scales; the tensor stays as it is.
 
@@ -59,8 +60,8 @@ def quantize(
         seed: Of stochastic rounding: 63 bits, or an int64 tensor [] of them.
         group: Ranks that have other rows of the same tensor. Scales that span rows are made of the
             largest magnitude of all, an all-reduce (MAX); those of a row or block have their own.
-        kernel: `triton` or `reference`, `cpu` for the same on a CPU; `auto` is the first that
-            serves. All have the same bits.
+        kernel: `triton`, `reference`, or `cpu`, which is the reference on a CPU; `auto` takes the
+            first that serves. All have the same bits. A selector keeps its choice.
 
     Shape:
         x: [..., n], as the scaling's block needs.
@@ -94,7 +95,7 @@ def quantize_both(
     amax: Tensor | None = None,
     factor: Tensor | None = None,
     seed: int | Tensor | None = None,
-    kernel: str = AUTO,
+    kernel: str | Selector[CastKernel] = AUTO,
 ) -> Both:
     """Quantise a tensor along its rows, and its transpose of the last two dims along its own.
 
@@ -199,8 +200,13 @@ def _check(x: Tensor, scaling: Scaling, seed: int | Tensor | None) -> None:
         raise ValueError(f"seed must be from 0 to 2^63 - 1, got {seed}")
 
 
-def _chosen(kernel: str, x: Tensor, scaling: Scaling, given: Tensor | None) -> CastKernel:
-    return kernel_for(CAST_KERNELS, kernel, x, Job(scaling, given, None))
+def _chosen(
+    kernel: str | Selector[CastKernel], x: Tensor, scaling: Scaling, given: Tensor | None
+) -> CastKernel:
+    has_factor = given is not None
+    if isinstance(kernel, Selector):
+        return kernel.find(x, scaling, has_factor, key=(scaling, has_factor)).function
+    return CAST_KERNELS.find(kernel, x, scaling, has_factor).function
 
 
 def _amax(x: Tensor, scaling: Scaling, kernel: CastKernel, *, across: bool = False) -> Tensor:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from mt_kernels.candidate import Candidate, Choice
 from mt_kernels.registry import AUTO, Registry
 
 F = TypeVar("F")
+
+
+class Operand(Protocol):
+    """A tensor, or a value such as a quantised tensor that has a device and a dtype."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 class Selector(Generic[F]):
@@ -39,7 +47,7 @@ class Selector(Generic[F]):
         self._key: object = None
         self._found: Candidate[F] | None = None
 
-    def find(self, x: Tensor, *args: Any, key: object = None) -> Candidate[F]:
+    def find(self, x: Operand, *args: Any, key: object = None) -> Candidate[F]:
         """Return the candidate for some arguments.
 
         Args:
@@ -59,6 +67,6 @@ class Selector(Generic[F]):
             self._found, self._key = self.registry.find(self.name, x, *args), now
         return self._found
 
-    def choose(self, x: Tensor, *args: Any) -> Choice[F]:
+    def choose(self, x: Operand, *args: Any) -> Choice[F]:
         """Return the choice for some arguments with its reasons, to print it."""
         return self.registry.choose(self.name, x, *args)

@@ -47,6 +47,18 @@ def _grouped_mm_obstacle(x: Tensor, weight: Tensor, gemms: Sequence[Gemm]) -> st
     return _gemm_obstacle(gemms)
 
 
+def _torch_forward(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def _torch_dgrad(grad: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(grad.contiguous(), weight, offs=ends)
+
+
+def _torch_wgrad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+    return F.grouped_mm(grad.contiguous().t(), x, offs=ends)
+
+
 def _triton_obstacle(x: Tensor, weight: Tensor, gemms: Sequence[Gemm]) -> str | None:
     return triton_obstacle(x) or _gemm_obstacle(gemms)
 
@@ -69,11 +81,7 @@ def _triton_wgrad(grad: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return multiply_experts(grad, x, ends)
 
 
-_GROUPED_MM = GroupedKernel(
-    forward=lambda x, w, ends: F.grouped_mm(x, w.transpose(1, 2), offs=ends),
-    dgrad=lambda grad, w, ends: F.grouped_mm(grad.contiguous(), w, offs=ends),
-    wgrad=lambda grad, x, ends: F.grouped_mm(grad.contiguous().t(), x, offs=ends),
-)
+_GROUPED_MM = GroupedKernel(_torch_forward, _torch_dgrad, _torch_wgrad)
 _TRITON = GroupedKernel(_triton_forward, _triton_dgrad, _triton_wgrad)
 
 # Obstacles get rows [N, in], weights [E, out, in] and the experts' strategies. The loop, None, is
