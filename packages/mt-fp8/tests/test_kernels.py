@@ -124,7 +124,7 @@ def test_what_a_kernel_does_not_serve_is_said():
         quantize(x, Scaling(block=(1, 48)), kernel="triton")
     with pytest.raises(ValueError, match="can't take given ones"):
         quantize(x, "mxfp8", amax=torch.ones(8, 4, 1), kernel="triton")
-    with pytest.raises(ValueError, match="scales of e2m1"):
+    with pytest.raises(ValueError, match="e2m1"):
         quantize(x, Scaling(format="e2m1"), kernel="triton")
     with pytest.raises(ValueError, match="kernel must be one of auto, cpu, triton, reference"):
         quantize(x, "mxfp8", kernel="cuda")

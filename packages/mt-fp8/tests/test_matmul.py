@@ -110,7 +110,7 @@ def test_what_does_not_serve_says_why() -> None:
     assert MATMUL_KERNELS.names[-1] == "emulation"
     with pytest.raises(ValueError, match=r"a \(16, 32\) and b \(8, 16\) must be \[M, K\]"):
         matmul(whole, quantize(_random(8, 16), "tensorwise"))
-    with pytest.raises(ValueError, match=r"bias \(3,\) for each of b's 16 rows"):
+    with pytest.raises(ValueError, match=r"bias \(3,\) .*16 rows"):
         matmul(whole, whole, bias=torch.ones(3))
     with pytest.raises(TypeError, match="b must be"):
         matmul(whole, x)

@@ -16,9 +16,14 @@ class Operand(Protocol):
     """A tensor, or a value such as a quantised tensor that has a device and a dtype."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the data."""
+        ...
+
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
+        ...
 
 
 class Selector(Generic[F]):
