@@ -126,7 +126,7 @@ def test_what_a_kernel_does_not_serve_is_said():
         quantize(x, "mxfp8", amax=torch.ones(8, 4, 1), kernel="triton")
     with pytest.raises(ValueError, match="e2m1"):
         quantize(x, Scaling(format="e2m1"), kernel="triton")
-    with pytest.raises(ValueError, match="kernel must be one of auto, cpu, triton, reference"):
+    with pytest.raises(ValueError, match="auto, cpu, triton, reference"):
         quantize(x, "mxfp8", kernel="cuda")
 
 

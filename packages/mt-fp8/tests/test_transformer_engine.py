@@ -170,7 +170,7 @@ def test_what_it_does_not_serve_is_said(engine) -> None:
     assert "multiples of 8 rows and 32 columns" in why(torch.randn(16, 48), FP4)
     rotated = Scaling(format="e2m1", block=(1, 16), scale="nvfp4", hadamard=True)
     assert why(x, rotated, x, FP4) == "one operand is rotated"
-    with pytest.raises(ValueError, match="'te' .* it is for CUDA"):
+    with pytest.raises(ValueError, match=r"'te' .* it is for CUDA"):
         matmul(quantize(x, MX), quantize(x, MX), kernel="te")
 
 
