@@ -63,7 +63,13 @@ def sections() -> tuple[Section, ...]:
         for name, hint in hints
         if not dataclasses.is_dataclass(hint)
     ]
-    return (*found, *(Section(name=key.name, text="", keys=(key,)) for key in lists))
+    return (
+        *found,
+        *(
+            Section(name=key.name, text="Kinds of layers of your own.", keys=(key,))
+            for key in lists
+        ),
+    )
 
 
 def explain(names: list[str]) -> str:
@@ -97,8 +103,7 @@ def page() -> str:
         "This page is made of the docstrings: `python -m mt_train.keys > docs/mt-train-keys.md`.",
     ]
     for section in sections():
-        lines += ["", f"## {section.name}", ""]
-        lines += [*textwrap.wrap(section.text, _WIDTH), ""] if section.text else []
+        lines += ["", f"## {section.name}", "", *textwrap.wrap(section.text, _WIDTH), ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in section.keys:
             default = f"`{key.default}`" if key.default else "needed"
