@@ -84,6 +84,7 @@ def allocate(
                 phase.addends.watch(place.name, key.reduction.addend_scale)
         if whole is not None:
             _cut(bucket, whole, phase)
+        # The first gradient allocates it again.
         if bucket.release != "nothing":
             resize(bucket.grads, 0)
         buckets.append(bucket)
@@ -108,6 +109,8 @@ def _empty_bucket(
     if sharded and (offload or release == "all" or key.shard_dtype != key.param_dtype):
         own_params = torch.zeros(size, dtype=key.shard_dtype, device=home, pin_memory=pin)
     shards = key.reduction.shards
+    # Under `full`, ranks may differ in whether a gather or a sum comes first, and collectives of
+    # one group must have one order.
     gathers_over = twin_group(shards) if shards is not None and release == "all" else shards
     parts = (grads, params, own_grads, own_params)
     made = Bucket(key, *parts, release, offload, phase.addends, gathers_over=gathers_over)

@@ -140,8 +140,10 @@ class Bucket:
     def launch(self) -> None:
         """Start to sum the gradients; `settle` waits for it."""
         self.receive()
+        # The sum overwrites the gradients, so their extremes are recorded now.
         self.addends.note({slot.name: self.grads[slot.inside] for slot in self.slots if slot.fresh})
         for slot in self.slots:
+            # Without a gradient since the last reduction the memory holds an old value.
             if slot.fresh == 0:
                 slot.main_grad.zero_()
             slot.fresh = 0
@@ -154,6 +156,8 @@ class Bucket:
                 self.grads.mul_(how.scale)
             self._take(self.grads, is_first=is_first)
             return
+        # A later round is added to the first, and a collective can't write into the host's memory:
+        # both need memory of their own.
         out = self.own_grads if is_first and not self.offload else self._staging(self.own_grads)
         self._sum = (PendingSum(self.grads, out, group, how, how.scale), out, is_first)
 
@@ -188,6 +192,7 @@ class Bucket:
         if not self.is_here:
             resize(self.params, self.params.numel())
         own = self.own_params if self.own_codes is None else self.own_codes
+        # The collective needs the device and dtype of the whole parameters.
         if own.device != self.params.device or own.dtype != self.params.dtype:
             own = self._staging(own, self.params.dtype).copy_(own, non_blocking=True)
         group = self.gathers_over

@@ -187,6 +187,7 @@ class GradBuffer:
                 bucket.drop()
             return
         by_need = sorted(self._buckets, key=lambda bucket: bucket.is_needed_first)
+        # Buckets are in backward order; forwards need them in the opposite order.
         for bucket in reversed(by_need):  # in the order of forwards
             bucket.fetch()
         if self._waits:
@@ -339,6 +340,7 @@ class GradBuffer:
         """
         if not self._phase.reducing:
             raise RuntimeError("GradBuffer.finish() without start(); call start(num_backwards)")
+        # Found now, raised at the end: the other ranks wait in this rank's reductions.
         missing = missing_gradients(list(self._slots.values()), self._unused)
         self._queue.drain()
         self.wait_params()  # of modules without a forward in this step

@@ -39,6 +39,7 @@ class PendingSum:
         is_whole = out.numel() == addend.numel()
         op = dist.ReduceOp.AVG if how.average else dist.ReduceOp.SUM
         self._work: Exchange | dist.Work | None
+        # gloo's reduce-scatter is an all-reduce, so the CPU exchanges parts instead.
         if how.local_sum or (not is_whole and addend.device.type == "cpu"):
             self._work, self._parts = start_swap(self._sent, group)
         elif is_whole:

@@ -87,12 +87,14 @@ class UnshardHooks:
             bucket.arrive()
 
     def _before(self, number: int, *_: Any) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1  # recomputation
+        # Recomputation runs forwards inside of a backward, which goes from last to first unit.
+        in_backward = torch._C._current_graph_task_id() != -1
         self._bring(number, -1 if in_backward else 1)
 
     def _after(self, number: int, module: nn.Module, inputs: Any, outputs: Any) -> None:
         for bucket in self._units[number]:
             bucket.is_idle = True
+        # The gradient of an output is the first sign that the unit's backward begins.
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self._backward, number))
@@ -108,6 +110,7 @@ class UnshardHooks:
             for bucket in buckets:
                 if bucket.is_idle and other != number and other not in following:
                     bucket.drop()
+        # All gathers start before the first is awaited.
         for bucket in self._units[number]:
             if not bucket.is_here:
                 bucket.fetch()

@@ -126,12 +126,14 @@ class DeviceStep:
 
         It communicates only if the step was skipped, to name the gradients at fault.
         """
+        # A replayed graph has gathered the parameters without calling the buffer.
         self._optimizer.buffer.note_gathered()
         inner = self._optimizer.inner
         others = self._guard.read(found.tolist())
         result = self._guard.conclude()
         if not result.stepped:
             return others, replace(result, step=inner.step_count + 1)
+        # The rates are recorded only now, as a skipped step leaves the groups unchanged.
         for group, new in zip(inner.param_groups, self._rates, strict=True):
             group.update(new)
         return others, result

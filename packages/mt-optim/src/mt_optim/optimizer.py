@@ -292,6 +292,7 @@ class NamedOptimizer(NamedState):
         given = dict(given)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = hook(self, given) or given
+        # Everything is read and checked before the first tensor changes.
         options = read_options(given["param_groups"], self.param_groups)
         scale = read_scale(given["loss_scale"]) if "loss_scale" in given else None
         for group, read in zip(self.param_groups, options, strict=True):
@@ -374,6 +375,7 @@ class NamedOptimizer(NamedState):
         self.offload_traffic = update(work, self.state, self._storage, gradient)
         if self.guard is not None:
             self.guard.forget()
+        # Full-precision parameters are their own masters; the mover has sent offloaded ones.
         narrow = (p for p in shards.values() if p.param.dtype != MASTER_DTYPES[p.param.dtype])
         self._sync(shard for shard in narrow if not self._storage.is_offloaded(shard))
 

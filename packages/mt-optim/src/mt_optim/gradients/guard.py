@@ -119,6 +119,7 @@ class StepGuard:
         keys, meter = self._agreed
         sums = meter.sums(also)
         extra = sums.numel() - meter.width
+        # `also` comes first, then the squares of each part.
         squares = dict(zip(keys, sums[extra : extra + len(keys)].unbind(), strict=True))
         whole = root(reduce(torch.add, squares.values())) / scale
         limit = math.inf if self._limits.skip_above is None else self._limits.skip_above
@@ -182,6 +183,7 @@ class StepGuard:
         if self._decision is None:
             self.measure()
         decision, self._decision = self._decision, None
+        # The host knows the decision, so a skipped step runs no kernel at all.
         if decision is not None and self._verdict is not None and not self._verdict.skipped:
             self.restrain(decision)
         return self.conclude()
@@ -194,6 +196,7 @@ class StepGuard:
         verdict, self._verdict = self._verdict, None
         assert verdict is not None, "read() makes it"  # noqa: S101
         scale, parts = self.scale, verdict.measured
+        # The same additions as in `decide`, so the reported norm is the one that decided.
         whole = joined(parts.values(), scale=scale)
         norms = {name: self._joined(parts, 0, name, scale).norm for name in self._of}
         if self.scaler is not None:
@@ -263,6 +266,7 @@ class StepGuard:
         grads: list[Tensor] = []
         for shard in shards:
             grad = shard.grad
+            # Unscaled in fp16, small gradients would underflow.
             if grad is not None and grad.dtype == torch.float16:
                 grad = self._wide[shard.param] = grad.float()
             grads += [] if grad is None else [grad]

@@ -128,6 +128,7 @@ class GradMeter:
         group = self._state.group(WORLD)
         if group is not None:
             dist.all_reduce(summed, group=group)
+        # Maxima can't travel in a sum.
         if self._largest:
             most = torch.stack([_largest(part, device) for part in self._own])
             if group is not None:

@@ -112,6 +112,7 @@ class SOAPRule(Rule):
         wholes = [grad, *(state[key] for key in keys)]
         parts = zip(*(spec.views(tp_split.gather(whole)) for whole in wholes), strict=True)
         owns = zip(spec.views(master), spec.views(state["exp_avg_sq"]), strict=True)
+        # Every rank computes the whole step of a split weight and keeps its own part.
         for index, ((own, own_square), part) in enumerate(zip(owns, parts, strict=True)):
             shape = part[0].shape
             gradient, moment, square = (x.reshape(spec.shape(shape)) for x in part)

@@ -94,6 +94,7 @@ class TorchRule(Rule):
         counted = batch.moment("step")
         for master, grad, state in zip(masters, batch.grads, batch.states, strict=True):
             master.grad = grad
+            # In its first step the class makes the state itself.
             if int(state["step"]) > 1:
                 own = {key: value for key, value in state.items() if key != "master"}
                 own["step"] = state["step"] - 1

@@ -110,6 +110,7 @@ class _Staging:
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return places for tensors, in their order of memory; waits for the last copy."""
+        # The last copy may still be reading or writing this memory.
         self.event.synchronize()
         sizes = [-(-t.numel() * t.element_size() // _ALIGN) * _ALIGN for t in tensors]
         if sum(sizes) > self.memory.numel():

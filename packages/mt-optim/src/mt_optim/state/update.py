@@ -103,11 +103,13 @@ def update(
             "which is in no graph; make lr a number, or offload 0"
         )
     mover = storage.mover(there[0].shards[0].param.device)
+    # The first gradients travel to the host while the device steps its own shards.
     mover.begin()
     mover.fetch(0, _grads(there[0], gradient))
     for portion in here:
         _update(portion, _grads(portion, gradient), states, storage)
     for turn, portion in enumerate(there):
+        # The next portion arrives while the CPU steps this one.
         if turn + 1 < len(there):
             mover.fetch(turn + 1, _grads(there[turn + 1], gradient))
         _update(portion, mover.fetched(turn), states, storage)
