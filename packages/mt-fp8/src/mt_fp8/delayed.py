@@ -24,8 +24,8 @@ class DelayedState:
     stacking their tensors, and are updated by one all-reduce.
 
     Attributes:
-        history: Largest magnitudes. Row 0 gathers those of this step, with -1 where the tensor has
-            not been seen; behind it are earlier steps, the last one last.
+        history: Largest magnitudes. Row 0 is this step's, -1 for a tensor that was not seen; the
+            rows after it are earlier steps, with the latest at the end.
         factor: What elements are multiplied by in this step.
 
     Shape:

@@ -23,8 +23,8 @@ class DelayedScales(nn.Module):
     the first `end_step` nothing is known, and each tensor is scaled by its own magnitude.
 
     Args:
-        recipe: Of delayed scaling.
-        device: Of the state.
+        recipe: A recipe with delayed scaling.
+        device: Device of the state.
 
     Attributes:
         recipe: The recipe.
@@ -99,7 +99,7 @@ def end_step(
 
     Args:
         layers: The same ones in the same order on all ranks of a group.
-        *groups: Whose ranks agree on the factors; `None` is this one alone.
+        *groups: Groups whose ranks agree on the factors; `None` is this rank alone.
         may_rest: Whether a layer may not have run yet on any rank, as an expert without tokens:
             such a one goes on as before its first step. The host asks the device, once for all.
 

@@ -14,7 +14,7 @@ _TIES_UP = (0.75, 1.75, 3.5)
 
 
 def encode(x: Tensor, form: Format) -> Tensor:
-    """Round fp32 numbers to codes: to the nearest, ties to even; what is too large becomes max.
+    """Round fp32 numbers to the nearest codes, ties to even; larger numbers become the maximum.
 
     NaN becomes the positive NaN of the format; e2m1 has none, and 0 stands there.
 
@@ -28,7 +28,7 @@ def encode(x: Tensor, form: Format) -> Tensor:
 
 
 def decode(data: Tensor, form: Format, columns: int) -> Tensor:
-    """Return the values of codes in fp32, of which a row has so many."""
+    """Return the fp32 values of codes, given the number of elements in a row."""
     if form.per_byte == 1:
         return data.to(torch.float32)
     table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=data.device)

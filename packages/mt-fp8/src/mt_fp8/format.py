@@ -15,7 +15,7 @@ class Format:
 
     Attributes:
         name: As in `Scaling.format`.
-        dtype: Of the tensor that holds codes; e2m1 has two codes in a byte.
+        dtype: Dtype of the tensor of codes; e2m1 has two codes in a byte.
         max: The largest finite value.
         mantissa: Bits behind the point.
         lowest: The exponent of the smallest normal number; below it steps stay equal.

@@ -1,4 +1,4 @@
-"""What is asked of a kernel that quantises: one orientation of a tensor."""
+"""One orientation of a tensor that a kernel quantises."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Job:
 
     Attributes:
         scaling: How it is quantised.
-        factor: What elements are multiplied by, of the shape of scales; for nvfp4 that of the
+        factor: Factor of the elements, in the shape of the scales; for nvfp4 the factor of the
             tensor; None where blocks have the factors that their elements ask for.
-        seed: Of stochastic rounding.
+        seed: Seed of stochastic rounding.
     """
 
     scaling: Scaling

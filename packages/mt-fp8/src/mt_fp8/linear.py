@@ -111,7 +111,7 @@ def convert_linears(
         keep: Globs of names of layers that stay as they are, such as `lm_head` or `layers.0.*`.
 
     Returns:
-        The names of the layers that were converted.
+        The names of the converted layers.
 
     Raises:
         TypeError: An argument is of another type.

@@ -26,8 +26,8 @@ class Operand:
 
     Attributes:
         role: What the tensor is to the layer.
-        dtype: Of the tensor, and of the products.
-        shape: Of the tensor.
+        dtype: Dtype of the tensor and of the products.
+        shape: Shape of the tensor.
         rows: Scaled along its last dim, as [tokens, features], or [out, in] of a weight.
         columns: Transposed and scaled along the other, as [features, tokens], or [in, out].
         source: What `columns` is made of once it is asked for.
@@ -68,8 +68,8 @@ class Operand:
         Args:
             tensors: What it returned.
             role: As before.
-            scaling: Of the form.
-            turned: Whether it is that of the transpose.
+            scaling: Scaling of the form.
+            turned: Whether the form is the transpose's.
         """
         like, *others = tensors
         shape = tuple(like.shape if scaling is None else like.shape[:-1])

@@ -1,4 +1,4 @@
-"""Weights that are held in 8 bits only, and whose masters ranks step in parts."""
+"""Weights held in 8 bits only, with fp32 masters that ranks step in parts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class PrimaryWeights:
     the values again: `tensorwise`, `delayed` and `blockwise` do.
 
     Args:
-        names: Of the parameters that are held in codes, all of which `bind` gives their layers.
+        names: Names of the parameters held in codes; `bind` gives each of them its layers.
 
     Example:
         >>> from torch import nn
@@ -196,9 +196,9 @@ class _Matrix:
     Args:
         part: What it steps of the parameter.
         products: The layer's strategy.
-        codes: Gives those of the whole matrix, when they are there.
+        codes: Returns the codes of the whole matrix, once they exist.
         first: The matrix's first element in the flattened parameter.
-        like: Of its shape and dtype, without memory.
+        like: A meta tensor with the shape and dtype of the matrix.
     """
 
     def __init__(

@@ -32,8 +32,8 @@ _SEED = 1 << 62
 class Split:
     """Which ranks hold the rest of a matrix of which this rank has a part.
 
-    A scale that spans a cut is made of the magnitudes of all parts, so that it is that of the whole
-    matrix (an all-reduce, MAX); ranks that hold the same part may be among them.
+    A scale that spans a cut is computed from the magnitudes of all parts (an all-reduce, MAX), so
+    it equals the whole matrix's; ranks that hold the same part may be in the group.
 
     Attributes:
         rows: Ranks with the other rows: tokens, of a weight the output features.
@@ -64,9 +64,9 @@ class Products(nn.Module):
         recipe: How input, weight and gradient are quantised.
         splits: By role, which ranks hold the rest of the tensor; what is not named is whole.
         keeps_weight: Keep the quantised weight until it changes; False quantises it in every
-            forward, for weights that are whole only while a layer runs.
-        seed: Of the layer, for stochastic rounding.
-        device: Of the state.
+            forward, for weights that full sharding gathers only while a layer runs.
+        seed: Seed of the layer, for stochastic rounding.
+        device: Device of the state.
 
     Attributes:
         delayed: The state of delayed scaling; None for other recipes.
@@ -112,7 +112,7 @@ class Products(nn.Module):
         return made
 
     def skip(self, role: Role) -> None:
-        """Count a tensor that is not there, so that those behind it are rounded as if it were."""
+        """Count an absent tensor, so that later ones are rounded as if it were there."""
         self._counted[role] += 1
 
     def saved(self, operand: Operand) -> tuple[Tensor, ...]:
@@ -174,7 +174,7 @@ class Products(nn.Module):
     def hold(self, weight: Callable[[], Operand] | None) -> None:
         """Multiply by this operand of the weight, whatever the parameter has; None: by that.
 
-        For weights that are kept in codes alone (`PrimaryWeights`). It is asked for in every
+        For weights held in codes alone (`PrimaryWeights`). It is asked for in every
         forward, and what it has along rows has to serve along columns too.
         """
         self._held = weight

@@ -24,8 +24,8 @@ class QTensor:
         data: Codes in the dtype of the format; e2m1 as uint8, the even column in the low half.
         scales: What codes are multiplied by: fp32, e8m0, or for nvfp4 e4m3.
         scaling: How it was quantised.
-        dtype: Of the tensor that it was made of.
-        shape: Of that.
+        dtype: Dtype of the original tensor.
+        shape: Shape of the original tensor.
         global_scale: What the scales of nvfp4 are multiplied by, fp32; else None.
 
     Shape:
@@ -82,7 +82,7 @@ class QTensor:
         """Return what the codes stand for.
 
         Args:
-            dtype: Of the result; None for that of the tensor that it was made of. The values are
+            dtype: Dtype of the result; None is the original tensor's. The values are
                 made in fp32 and rounded once; for fp64 they are exact products, which a number
                 near the end of fp32 may need.
             rotated: Leave a rotation in, as a product of two rotated tensors takes it.

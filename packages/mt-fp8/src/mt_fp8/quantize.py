@@ -27,8 +27,8 @@ class Both(NamedTuple):
     """A tensor quantised along its rows, and its transpose along its own.
 
     Attributes:
-        row: Of x.
-        column: Of x.mT.
+        row: The quantised x.
+        column: The quantised x.mT.
     """
 
     row: QTensor
@@ -51,15 +51,15 @@ def quantize(
     NaN becomes NaN; of e2m1, which has none, the whole block does.
 
     Args:
-        x: Of fp16, bf16 or fp32; fp64 is rounded to fp32 first.
-        how: A scaling; of a recipe, or of its name, that of inputs.
-        amax: Magnitudes that scales are made for, of their shape; of nvfp4 that of the tensor.
-            None for those of `x`. It is not looked at for what is not finite.
+        x: A tensor in fp16, bf16 or fp32; fp64 is rounded to fp32 first.
+        how: A scaling, or a recipe or its name, whose scaling of inputs is used.
+        amax: Magnitudes to compute scales from, in the shape of the scales; for nvfp4 the whole
+            tensor's. None computes them from `x`. Finite values are assumed, not checked.
         factor: What elements are multiplied by, instead of what follows from amax: fp32, the shape
             of scales. For delayed scaling.
-        seed: Of stochastic rounding: 63 bits, or an int64 tensor [] of them.
-        group: Ranks that have other rows of the same tensor. Scales that span rows are made of the
-            largest magnitude of all, an all-reduce (MAX); those of a row or block have their own.
+        seed: Seed of stochastic rounding: 63 bits, or an int64 tensor [].
+        group: Ranks with other rows of the same tensor. Scales that span rows use the largest
+            magnitude of all ranks, an all-reduce (MAX); scales of a row or block don't need it.
         kernel: `triton`, `reference`, or `cpu`, which is the reference on a CPU; `auto` takes the
             first that serves. All have the same bits. A selector keeps its choice.
 
@@ -142,7 +142,7 @@ def amax_of(x: Tensor, how: Recipe | Scaling | str) -> Tensor:
     """Return the largest finite magnitudes that `quantize` makes scales for; of nvfp4 the tensor's.
 
     Shape:
-        x: [..., n]. Returns that of the scales; [] for nvfp4.
+        x: [..., n]. Returns the shape of the scales; [] for nvfp4.
 
     Raises:
         TypeError: An argument is of another type.

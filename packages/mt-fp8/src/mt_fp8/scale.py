@@ -60,9 +60,9 @@ def nvfp4_scales(amax: Tensor, total: Tensor, scaling: Scaling) -> tuple[Tensor,
     """Return the e4m3 scales of blocks, and in fp32 what their elements are multiplied by.
 
     Args:
-        amax: Of the blocks.
+        amax: Largest magnitudes of the blocks.
         total: The tensor's factor.
-        scaling: Of the tensor.
+        scaling: Scaling of the tensor.
     """
     amax = amax.clamp_min(scaling.eps)
     share = amax / torch.full_like(amax, scaling.elements.max) * total
@@ -82,7 +82,7 @@ def _over(number: float, x: Tensor) -> Tensor:
 
 
 def _e8m0_exponent(amax: Tensor, scaling: Scaling) -> Tensor:
-    """Return the exponent of the scale: log2(amax / max) rounded up, or that of amax less max's."""
+    """Return the scale's exponent: log2(amax / max) rounded up, or amax's exponent minus max's."""
     bits = amax.view(torch.int32)
     exponent = (bits >> 23) - 127 - scaling.elements.highest
     if scaling.exponent == "up":

@@ -18,11 +18,11 @@ class Scaling:
     """How one tensor is quantised: the format of its elements, and what shares a scale.
 
     Attributes:
-        format: Of the elements: e4m3 (to 448), e5m2 (to 57344) or e2m1 (to 6).
+        format: Format of the elements: e4m3 (to 448), e5m2 (to 57344) or e2m1 (to 6).
         block: What shares a scale: the `tensor`; each `row`, which is the last dim; in
             `[..., heads, head_dim]` each `head` of all tokens, or all heads of each `token`; or a
             block of (rows, columns) of the last two dims, where those at the edge may be smaller.
-        scale: Of a block: `fp32`; `pow2`, an fp32 power of two; `e8m0`, a power of two in a byte;
+        scale: Kind: `fp32`; `pow2`, an fp32 power of two; `e8m0`, a power of two in a byte;
             or `nvfp4`, an e4m3 for each block and an fp32 for the tensor.
         exponent: How e8m0 rounds it: `up`, so that nothing is clipped, or `floor`, as the OCP
             standard has it, where the largest elements may be.
@@ -82,7 +82,7 @@ class Scaling:
 
     @property
     def is_square(self) -> bool:
-        """Whether codes and scales of the transpose are those of the tensor, transposed."""
+        """Whether transposing codes and scales quantises the transpose."""
         square = isinstance(self.block, tuple) and self.block[0] == self.block[1]
         return (self.block == "tensor" or square) and not self.hadamard
 

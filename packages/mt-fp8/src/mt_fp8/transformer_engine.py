@@ -1,4 +1,4 @@
-"""Products by NVIDIA's Transformer Engine, of the codes and scales that are there."""
+"""Products by NVIDIA's Transformer Engine, from existing codes and scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Initial values that are the same for every layout."""
+"""Initial values, equal for every layout."""
 
 from __future__ import annotations
 

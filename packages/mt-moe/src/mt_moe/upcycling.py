@@ -1,4 +1,4 @@
-"""Upcycling: the weights of experts from those of a dense feed-forward."""
+"""Upcycling: the weights of experts, made from a dense feed-forward's."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def _factors(
     amax, total, KIND: tl.constexpr, UP: tl.constexpr, MAX: tl.constexpr, HIGHEST: tl.constexpr,
     MARGIN: tl.constexpr,
 ):  # fmt: skip
-    """Return what is kept of a block's scale, as it is or its byte, and what is multiplied by."""
+    """Return a block's scale as it is stored, and the factor of its elements."""
     if KIND == "nvfp4":
         share = tl.minimum(tl.div_rn(amax, tl.zeros_like(amax) + MAX) * total, 448.0)
         kept = encode(share, "e4m3", 448.0, CASTS=False)
@@ -75,7 +75,7 @@ def _cast(
     MARGIN: tl.constexpr, EPS: tl.constexpr, HADAMARD: tl.constexpr, RANDOM: tl.constexpr,
     CASTS: tl.constexpr, SIGNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one tile along its rows: Y and SCALES are those of its matrix."""
+    """Quantise one tile along its rows; Y and SCALES belong to the tile's matrix."""
     row = top + tl.arange(0, TILE)
     column = left + tl.arange(0, TILE)
     here = (row < rows)[:, None] & (column < columns)[None, :]
@@ -214,7 +214,7 @@ _NONE = (None, None, None, None)
 
 
 def cast(x: Tensor, along: Job | None, across: Job | None) -> list[tuple[Tensor, Tensor]]:
-    """Return codes and scales of the jobs: along the rows of `x`, and along those of `x.mT`."""
+    """Return codes and scales of the jobs, along the rows of `x` and along the rows of `x.mT`."""
     row = None if along is None else _target(along, x)
     column = None if across is None else _target(across, x.mT)
     numbers = constants(along and along.scaling, across and across.scaling, casts=_casts(x.device))
@@ -236,7 +236,7 @@ def constants(along: Scaling | None, across: Scaling | None, *, casts: bool) -> 
     """Return what a kernel is compiled for.
 
     Args:
-        along: Scaling along rows, if that is wanted.
+        along: Scaling along rows, or None.
         across: Along columns; the same but for a rotation.
         casts: Whether the device rounds to both formats of FP8 itself.
     """
@@ -295,7 +295,7 @@ def _words(seed: int | Tensor, device: torch.device) -> Tensor:
 
 
 def _casts(device: torch.device) -> bool:
-    """Whether the device rounds to both formats itself, as those of compute capability 8.9 do."""
+    """Whether the device rounds to both formats itself, as from compute capability 8.9 on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

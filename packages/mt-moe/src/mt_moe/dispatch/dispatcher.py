@@ -56,7 +56,7 @@ class Dispatcher(ABC):
         return run(x, experts, weights, drops=drops)
 
     def combine(self, rows: Tensor, handle: Any) -> Tensor:
-        """Bring the experts' results back and sum those of each token, times the weights."""
+        """Bring the experts' results back and return each token's weighted sum."""
         run = self._combine if self.in_graphs else outside_graph(self._combine)
         return run(rows, handle)
 
@@ -93,7 +93,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def finish_combine(self, in_flight: InFlight) -> Tensor:
-        """Wait for the results, and sum those of each token, times the weights.
+        """Wait for the results, and return each token's weighted sum.
 
         Shape:
             Returns [T, H].

@@ -33,8 +33,8 @@ def stream(
 ) -> Tensor:
     """Apply each expert to its rows: `hidden(x @ up[e].T) @ down[e].T`, by torch's products.
 
-    Of the tensors with a row for each token only the result exists, and the first products for
-    backward, which computes `hidden` again. The host waits for the counts. Rows after the last
+    No other tensor is as long as all rows but the result and the first products, which backward
+    needs to recompute `hidden`. The host waits for the counts. Rows after the last
     expert's give zeros.
 
     Shape:

@@ -8,7 +8,7 @@ Score: TypeAlias = Literal["softmax", "softmax_of_chosen", "sigmoid", "sqrtsoftp
 
 
 class Choice(Protocol):
-    """The fields of a router's options that are checked here."""
+    """A router's options, as far as they are checked here."""
 
     @property
     def top_k(self) -> int:
