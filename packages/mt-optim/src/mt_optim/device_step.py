@@ -117,7 +117,7 @@ class DeviceStep:
         decision = self._guard.decide(scale, also)
         self._guard.restrain(decision)
         groups = [dict(zip(_RATES, pair, strict=True)) for pair in pairs]
-        self._optimizer.inner.update_on_device(groups, decision[0])
+        self._optimizer.inner.update_on_device(groups, 1 - decision[0])
         self._optimizer.buffer.gather_params()
         return decision
 

@@ -112,7 +112,7 @@ class StepGuard:
             The decision, with the same bits on all ranks, for `restrain` and `read`.
 
         Shape:
-            One dim of fp64: 1 if the step is skipped, else 0; the factor of each norm group; and
+            One dim of fp64: 1 if the step is taken, else 0; the factor of each norm group; and
             the sums of `GradMeter.sums`.
         """
         self.prepare()
@@ -131,12 +131,12 @@ class StepGuard:
             if own and most is not None:
                 clipped = clip_factor(root(reduce(torch.add, own)) / scale, most)
             factors.append(torch.where(taken, clipped / scale, one))
-        return torch.cat([torch.stack([1 - taken.double(), *factors]), sums])
+        return torch.cat([torch.stack([taken.double(), *factors]), sums])
 
     @torch.no_grad()
     def restrain(self, decision: Tensor) -> None:
         """Unscale and clip the gradients, or leave them alone if the step is skipped."""
-        skipped, *factors = decision[: 1 + len(self._of)].unbind()
+        taken, *factors = decision[: 1 + len(self._of)].unbind()
         for number, (shards, factor) in enumerate(zip(self._of.values(), factors, strict=True)):
             # The factor of a captured graph is another one in each replay. Where the host has
             # read it, gradients that it leaves alone need no pass over memory.
@@ -146,7 +146,7 @@ class StepGuard:
                 multiply_(grads, factor)
             if self._limits.max_value is not None:
                 most = torch.full_like(factor, self._limits.max_value)
-                clamp_(grads, torch.where(skipped > 0, torch.full_like(most, math.inf), most))
+                clamp_(grads, torch.where(taken > 0, most, torch.full_like(most, math.inf)))
 
     def read(self, found: Sequence[float]) -> list[float]:
         """Record a decision after the host has read it, and return the sums of `also`."""
@@ -154,7 +154,7 @@ class StepGuard:
         count = 1 + len(self._of)
         measured, others = meter.read(found[count:])
         of_key = dict(zip(keys, measured, strict=True))
-        self._verdict = _Verdict(bool(found[0]), list(found[1:count]), of_key)
+        self._verdict = _Verdict(not found[0], list(found[1:count]), of_key)
         return others
 
     def measure(self, also: Tensor | None = None) -> list[float]:
