@@ -95,10 +95,11 @@ def clip_grad_norm(
         raise ValueError(f"max_norm must be positive (math.inf never clips), got {max_norm}")
     shards = param_shards(named_params)
     norm = _norm(shards, state)
-    if max_norm < float(norm) + 1e-6 < math.inf:
+    read = float(norm)  # the only wait for the device
+    if max_norm < read + 1e-6 < math.inf:
         grads = [grad for shard in shards if (grad := shard.grad) is not None]
         multiply_(grads, clip_factor(norm, max_norm))
-    return float(norm)
+    return read
 
 
 def _norm(shards: list[ParamShard], state: ParallelState) -> Tensor:
