@@ -145,7 +145,7 @@ def test_groups_that_the_ranks_cut_are_refused_before_anything_changes(ranks) ->
         model = _made(FusedMLP, dist.group.WORLD, sequence=False)
         with pytest.raises(QuantizationError, match="down: groups of 32 inputs are cut"):
             quantize(model, _config("int4-g32", None))
-        with pytest.raises(QuantizationError, match="down: blocks of 32 of an input are cut"):
+        with pytest.raises(QuantizationError, match="down: groups of 32 inputs are cut"):
             quantize(model, _config("int8", "mxfp8"))
         assert isinstance(model.up, ColumnParallelLinear)
 

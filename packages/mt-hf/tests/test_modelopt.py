@@ -189,7 +189,7 @@ def test_what_the_layout_has_no_place_for_is_one_message(
 
 def test_other_formats_of_keys_and_values_and_other_layouts_are_refused(original, tmp_path) -> None:
     model = quantized(original("llama"), Rule(weight="nvfp4"))
-    with pytest.raises(ExchangeError, match=r"layout 'modelop' is not written\. Did you mean"):
+    with pytest.raises(ExchangeError, match=r"Did you mean modelopt"):
         save_pretrained(model, tmp_path / "low", like=original("llama"), layout="modelop")
     with_scales(model, "int8-head")
     with pytest.raises(ExchangeError, match="has fp8-tensor of keys and values, and they are int8"):

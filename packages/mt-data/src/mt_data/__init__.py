@@ -1,23 +1,31 @@
 """Token datasets: Megatron-compatible files, rows for every objective, blending, tokenizers."""
 
-from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
+
 from mt_data.datasets.batch import BatchSampler, MicroBatch, Rows, count_labels
 from mt_data.datasets.blend import BlendedDataset, BlendOrder
 from mt_data.datasets.gpt import PADDING, GPTDataset
-from mt_data.datasets.masked import MaskedDataset, MaskedVocabulary, Masking
 from mt_data.datasets.permutation import Permutation
-from mt_data.datasets.prefetch import Prefetcher
-from mt_data.datasets.spans import SpanCorruption, SpanDataset, SpanVocabulary
 from mt_data.datasets.windows import SequentialWindows
-from mt_data.documents.reader import Document, read_documents, standard_library_sources
-from mt_data.documents.split import parse_split, split_files, split_ranges
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import token_dtype
 from mt_data.storage.indexed import IndexedDataset
-from mt_data.storage.writer import IndexedWriter
-from mt_data.tokenizers.encoder import Encoder
-from mt_data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from mt_data.tokenizers.training import DEFAULT_SPECIAL, train_tokenizer
+
+if TYPE_CHECKING:
+    from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
+    from mt_data.datasets.masked import MaskedDataset, MaskedVocabulary, Masking
+    from mt_data.datasets.prefetch import Prefetcher
+    from mt_data.datasets.spans import SpanCorruption, SpanDataset, SpanVocabulary
+    from mt_data.documents.reader import Document, read_documents, standard_library_sources
+    from mt_data.documents.split import parse_split, split_files, split_ranges
+    from mt_data.storage.writer import IndexedWriter
+    from mt_data.tokenizers.encoder import Encoder
+    from mt_data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+    from mt_data.tokenizers.training import DEFAULT_SPECIAL, train_tokenizer
 
 __all__ = [
     "DEFAULT_SPECIAL",
@@ -58,3 +66,20 @@ __all__ = [
     "token_dtype",
     "train_tokenizer",
 ]
+
+# Resolved at first use, so that an import stays light.
+__getattr__ = resolve_later(
+    __name__,
+    **{
+        "corpus": "CorpusStats build_corpus count_text_bytes dataset_tokenizer",
+        "datasets.masked": "MaskedDataset MaskedVocabulary Masking",
+        "datasets.prefetch": "Prefetcher",
+        "datasets.spans": "SpanCorruption SpanDataset SpanVocabulary",
+        "documents.reader": "Document read_documents standard_library_sources",
+        "documents.split": "parse_split split_files split_ranges",
+        "storage.writer": "IndexedWriter",
+        "tokenizers.encoder": "Encoder",
+        "tokenizers.tokenizer": "Tokenizer load_tokenizer",
+        "tokenizers.training": "DEFAULT_SPECIAL train_tokenizer",
+    },
+)

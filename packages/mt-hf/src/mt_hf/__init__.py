@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 from mt_files import resolve_later
 
 from mt_hf.family.error import ExchangeError
-from mt_hf.family.family import Family
-from mt_hf.family.link import Link
-from mt_hf.reading.description import Description, describe, read_description
-from mt_hf.reading.registry import find_family, known_families
 
 if TYPE_CHECKING:
     from mt_hf.commands.upcycling import Upcycling, upcycle_checkpoint
+    from mt_hf.family.family import Family
+    from mt_hf.family.link import Link
+    from mt_hf.reading.description import Description, describe, read_description
     from mt_hf.reading.loading import from_pretrained
     from mt_hf.reading.pretrained import Pretrained, open_pretrained
+    from mt_hf.reading.registry import find_family, known_families
     from mt_hf.writing.checkpoint import export_checkpoint, import_pretrained
     from mt_hf.writing.lora import export_lora
     from mt_hf.writing.quantizing import quantize_for_folder
@@ -46,6 +46,10 @@ __all__ = [
 __getattr__ = resolve_later(
     __name__,
     **{
+        "family.family": "Family",
+        "family.link": "Link",
+        "reading.description": "Description describe read_description",
+        "reading.registry": "find_family known_families",
         "commands.upcycling": "Upcycling upcycle_checkpoint",
         "reading.loading": "from_pretrained",
         "reading.pretrained": "Pretrained open_pretrained",

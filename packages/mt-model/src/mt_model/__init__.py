@@ -29,16 +29,6 @@ from mt_model.kernels.words import (
 from mt_model.language.config import VOCABULARY, ModelConfig
 from mt_model.language.mtp_config import MTPConfig
 from mt_model.language.pooled_head_config import PooledHeadConfig
-from mt_model.plugins import (
-    PluginError,
-    load_installed_plugins,
-    load_plugin,
-    load_recorded_plugins,
-)
-from mt_model.presets.encoder_decoders import encoder_decoder_layers
-from mt_model.presets.gpt import FIELDS, SHORT_FORMS, gpt, model_of
-from mt_model.presets.image_encoders import VISION_PRESETS, vision_preset, vit
-from mt_model.presets.shapes import PRESETS, preset
 from mt_model.recompute.plan import OffloadConfig, RecomputePlan, RecomputeRule
 from mt_model.recurrent.gated_delta_net_config import GatedDeltaNetConfig
 from mt_model.recurrent.mamba2_config import Mamba2Config
@@ -54,7 +44,6 @@ from mt_model.rope.scaling import (
 from mt_model.rope.temperature import TemperatureConfig
 from mt_model.stack.config import StackConfig
 from mt_model.stack.layer_config import LayerConfig
-from mt_model.stack.validation import validate_context, validate_split
 from mt_model.vision.config import VisionConfig
 from mt_model.vision.image_input_config import ImageInputConfig, expand_image_tokens
 from mt_model.vision.pooling_config import (
@@ -79,6 +68,16 @@ if TYPE_CHECKING:
     from mt_model.memory.activation_memory import expected_bytes
     from mt_model.memory.activation_table import kept_by_module, without_data
     from mt_model.memory.allocator import keep_freed_memory
+    from mt_model.plugins import (
+        PluginError,
+        load_installed_plugins,
+        load_plugin,
+        load_recorded_plugins,
+    )
+    from mt_model.presets.encoder_decoders import encoder_decoder_layers
+    from mt_model.presets.gpt import FIELDS, SHORT_FORMS, gpt, model_of
+    from mt_model.presets.image_encoders import VISION_PRESETS, vision_preset, vit
+    from mt_model.presets.shapes import PRESETS, preset
     from mt_model.recompute.saved_activations import KeptBytes
     from mt_model.stack.initialization import initializer
     from mt_model.stack.routers import (
@@ -90,6 +89,7 @@ if TYPE_CHECKING:
     )
     from mt_model.stack.stack import Stack
     from mt_model.stack.stage_graph import GraphOptions, graph_stage
+    from mt_model.stack.validation import validate_context, validate_split
     from mt_model.vision.encoder import VisionEncoder
 
 __all__ = [
@@ -194,6 +194,12 @@ __all__ = [
 __getattr__ = resolve_later(
     __name__,
     **{
+        "plugins": "PluginError load_installed_plugins load_plugin load_recorded_plugins",
+        "presets.encoder_decoders": "encoder_decoder_layers",
+        "presets.gpt": "FIELDS SHORT_FORMS gpt model_of",
+        "presets.image_encoders": "VISION_PRESETS vision_preset vit",
+        "presets.shapes": "PRESETS preset",
+        "stack.validation": "validate_context validate_split",
         "attend.cache": "KVCache",
         "attend.context": "ForwardContext",
         "block.initial": "start_from",

@@ -1,11 +1,18 @@
 """Run pipeline schedules, and join modules with different parallel layouts."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
 from mt_schedule import check, make_schedule, simulate
 
-from mt_pipeline.bridge import Box, Bridge, Move, batch_boxes, layout_boxes, plan_moves
-from mt_pipeline.executor import Executor
 from mt_pipeline.stage import DefersWeightGradients, SplitStage, Stage, StageError
 from mt_pipeline.transfer import TensorSpec, TransferError
+
+if TYPE_CHECKING:
+    from mt_pipeline.bridge import Box, Bridge, Move, batch_boxes, layout_boxes, plan_moves
+    from mt_pipeline.executor import Executor
 
 __all__ = [
     "Box",
@@ -25,3 +32,12 @@ __all__ = [
     "plan_moves",
     "simulate",
 ]
+
+# Resolved at first use, so that an import stays light.
+__getattr__ = resolve_later(
+    __name__,
+    **{
+        "bridge": "Box Bridge Move batch_boxes layout_boxes plan_moves",
+        "executor": "Executor",
+    },
+)
