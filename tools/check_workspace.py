@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import experimental_rules
+import glossary_rules
 import import_rules
 import manifest_rules
 import shape_rules
@@ -28,6 +29,7 @@ RULES = (
     shape_rules.check_circles,
     shape_rules.check_crowded_folders,
     experimental_rules.check_experimental,
+    glossary_rules.check_glossary,
     text_rules.check_machine_paths,
     text_rules.check_hand_kept_lists,
     text_rules.check_links,

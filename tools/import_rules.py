@@ -31,7 +31,7 @@ def check_public_names(workspace: Workspace) -> Iterator[Problem]:
         if not path.is_file():
             continue
         tree = tree_of(path)
-        listed, (bound, offered) = _listed_names(tree), _bound_names(tree, package.module)
+        listed, (bound, offered) = listed_names(tree), _bound_names(tree, package.module)
         if listed is None:
             yield Problem(
                 where=package.where(path),
@@ -136,7 +136,8 @@ def _installed() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
-def _listed_names(tree: ast.Module) -> list[str] | None:
+def listed_names(tree: ast.Module) -> list[str] | None:
+    """Return the names of a literal `__all__`; None without one."""
     for node in tree.body:
         match node:
             case (

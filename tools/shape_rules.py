@@ -50,10 +50,7 @@ def check_circles(workspace: Workspace) -> Iterator[Problem]:
 
 def check_crowded_folders(workspace: Workspace) -> Iterator[Problem]:
     """No folder has so many files that nobody finds the right one."""
-    not_yet = workspace.manifest.get("tool", {}).get("mt", {}).get("crowded", [])
     for package in workspace.packages:
-        if package.folder.name in not_yet:
-            continue
         files = Counter(path.parent for path in package.source.rglob("*.py"))
         for folder, number in sorted(files.items()):
             if number > MOST_FILES:

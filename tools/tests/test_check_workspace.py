@@ -328,6 +328,19 @@ def test_imports_that_are_no_circle_give_no_problem(tree, kind):
     assert tree.problems() == []
 
 
+def test_glossary_is_held_to_the_sources(tree):
+    row = "| part | `mt_base.Gone` | what it is | `old_word` |"
+    tree.write(
+        "docs/glossary.md", f"| term | in code | meaning | not |\n|---|---|---|---|\n{row}\n"
+    )
+    tree.write(f"{OWN}/more.py", "old_word = 1\n")
+    found = [each for each in tree.problems() if "not in the index" not in each]
+    assert [each.partition(". ")[0] for each in found] == [
+        "docs/glossary.md:3: mt_base.Gone is not public",
+        f"{OWN}/more.py: the retired word 'old_word'",
+    ]
+
+
 def test_crowded_folder_is_found(tree):
     for number in range(25):
         tree.write(f"{OWN}/room/f{number}.py", "")
