@@ -21,8 +21,8 @@ from mt_fp8.recipe import recipe as recipe_of
 class QuantizedLinear(nn.Linear):
     """A `torch.nn.Linear` that multiplies by a recipe, with parameters and names as before.
 
-    Under autocast results are in its dtype; what is quantised is the input and the weight as they
-    are. The bias is added in the product, its gradient is summed in fp32.
+    Under autocast results are in autocast's dtype, and the input and the weight are quantised in
+    their own. The product adds the bias, whose gradient is summed in fp32.
 
     Attributes:
         products: The strategy, with the state of delayed scaling.

@@ -60,16 +60,16 @@ class WeightPart(Protocol):
 
 
 class PrimaryWeights:
-    """Quantised weights in the place of parameters, whose masters an optimizer has.
+    """Quantised weights in place of parameters; the optimizer holds the fp32 masters.
 
-    A layer multiplies by codes anyway; here they are all that is kept and gathered of its weight:
-    one byte for an element in the place of two or four. It is the `encoding` of
-    `mt_data_parallel.shard`: ranks step shares of the fp32 masters, agree on the largest
-    magnitudes (one all-reduce, MAX), encode their shares, and gather bytes. Codes and scales are
-    those that `quantize` makes of the whole master, however it is cut.
+    A layer multiplies by codes anyway. With this class ranks keep and gather only the codes: one
+    byte for an element in place of two or four. It is the `encoding` of `mt_data_parallel.shard`:
+    ranks step shares of the fp32 masters, agree on the largest magnitudes (one all-reduce, MAX),
+    encode their shares, and gather bytes. Codes and scales equal those of `quantize` on the whole
+    master, however it is cut.
 
-    Scales have to be the same along rows and columns, and codes a byte, so that nobody has to see
-    the values again: `tensorwise`, `delayed` and `blockwise` do.
+    The recipe needs equal scales along rows and columns and codes of one byte, so that the values
+    are never needed again: `tensorwise`, `delayed` and `blockwise` qualify.
 
     Args:
         names: Names of the parameters held in codes; `bind` gives each of them its layers.

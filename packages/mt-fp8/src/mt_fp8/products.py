@@ -47,15 +47,15 @@ class Split:
 
 
 class Products(nn.Module):
-    """How one linear layer multiplies by a recipe, with the state that its scales need.
+    """The three products of one linear layer by a recipe, with the state of its scales.
 
-    Input and weight are quantised along their features for the product of forward. The weight's
-    gradient multiplies over the tokens, and the input's over the output features, so for these
-    they are quantised along those: once more from the tensor itself, or transposed where that is
-    exact (one scale, square blocks). The second form of the input is all that backward needs, and
-    all that is kept of it. A weight is quantised once until it changes, which is seen by its memory
-    and torch's version counter; who writes past that counter (through `.data`, a flat buffer or a
-    collective) calls `forget_weight`.
+    Forward quantises input and weight along their features. The weight's gradient multiplies over
+    the tokens, and the input's over the output features, so these products need a second form of
+    each operand: quantised once more from the tensor itself, or transposed where the transpose is
+    exact (one scale, square blocks). Backward needs, and the layer keeps, only the second form of
+    the input. A weight is quantised again when its memory or torch's version counter changes; code
+    that writes past the counter (through `.data`, a flat buffer or a collective) calls
+    `forget_weight`.
 
     Delayed scaling takes note of magnitudes in training mode only, and `end_step` of all layers
     ends a step of it.

@@ -111,7 +111,7 @@ class QTensor:
         """Return what codes are multiplied by, with all its levels, in fp32.
 
         Shape:
-            Returns that of `scales`.
+            Returns the shape of `scales`.
         """
         scales = self.scales.to(torch.float32)
         return scales if self.global_scale is None else scales * self.global_scale

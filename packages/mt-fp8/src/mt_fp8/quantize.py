@@ -104,10 +104,10 @@ def quantize_both(
 
     Args:
         x: As in `quantize`; flatten the batch of activations first.
-        how: A scaling for both; or a recipe, or its name, and then what it says of `role`.
+        how: A scaling for both; or a recipe or its name, which gives the scaling of `role`.
         role: What the tensor is to a linear layer: input, weight or grad.
-        amax: As in `quantize`, where both are scaled as a whole; of a tensor that is split over
-            ranks that of all, as `amax_of` and an all-reduce (MAX) give it.
+        amax: As in `quantize`, where both are scaled as a whole; for a tensor split over ranks the
+            largest magnitude of all, from `amax_of` and an all-reduce (MAX).
         factor: As in `quantize`, where both are scaled as a whole.
         seed: As in `quantize`. Where scales run along rows, the transpose has bits of its own.
         kernel: As in `quantize`.

@@ -27,7 +27,7 @@ class Recipe:
         grad: Scaling of the gradient of its output.
         hadamard: Whether the two operands of the weight's gradient are rotated.
         history: For delayed scaling, how many steps the largest values are remembered; 0: scales
-            are those of the tensor itself.
+            come from the tensor itself.
         largest: Which of them counts: the `most_recent` or the `max`.
         margin: Delayed scales leave room for values 2^margin times as large.
 

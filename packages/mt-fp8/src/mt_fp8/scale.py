@@ -27,10 +27,10 @@ SCALE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 def factor_of(amax: Tensor, scaling: Scaling) -> Tensor:
-    """Return in fp32 what elements are multiplied by, max / amax; 1 where amax is 0 or not finite.
+    """Return the factor of the elements in fp32, max / amax; 1 where amax is 0 or not finite.
 
-    For e8m0 the factor is the inverse of the scale that `scale_of` makes; for nvfp4 it is that of
-    the whole tensor, 448 * 6 / amax, whose blocks have `nvfp4_scales`.
+    For e8m0 the factor is the inverse of `scale_of`'s scale; for nvfp4 it is the factor of the
+    whole tensor, 448 * 6 / amax, whose blocks have `nvfp4_scales`.
 
     Shape:
         amax: any, of fp32. Returns the same.

@@ -28,7 +28,7 @@ class Scaling:
             standard has it, where the largest elements may be.
         stochastic: Whether elements are rounded up or down at random, right in the mean.
         hadamard: Whether each 16 neighbours of a row are rotated first, which spreads outliers. It
-            cancels in a product of two tensors that are both rotated.
+            cancels in a product of two rotated tensors.
         margin: Scales leave room for values 2^margin times as large.
         eps: The smallest amax that scales are made for.
 

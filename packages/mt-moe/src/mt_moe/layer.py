@@ -43,7 +43,7 @@ class MoEOutput(NamedTuple):
         hidden: Hidden states, in the shape of the input.
         losses: Balancing losses by name, as sums over this rank's tokens with their counts.
         load: Number of this rank's tokens that chose each expert, int64 [E], dropped ones included.
-        dropped: Number of choices that were dropped, int64; None without a capacity.
+        dropped: Number of dropped choices, int64; None without a capacity.
     """
 
     hidden: Tensor
@@ -382,7 +382,7 @@ def _ranks(group: Group) -> list[int]:
 def _whole_linear(
     size: int, out: int, partial: tuple[str, ...], factory: dict[str, Any]
 ) -> ColumnParallelLinear:
-    """Return a linear layer that is replicated over tp, for tokens that are split over it."""
+    """Return a linear layer replicated over tp, for tokens split over tp."""
     linear = ColumnParallelLinear(size, out, bias=False, **factory)
     shard_param(linear.weight, PartitionSpec(), partial_grad=partial)
     return linear

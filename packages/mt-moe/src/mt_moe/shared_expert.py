@@ -16,7 +16,7 @@ from mt_moe.wide_linear import wide_linear
 
 
 class SharedExpert(nn.Module):
-    """A dense feed-forward that is sharded over tp, optionally times `sigmoid(x @ gate)`.
+    """A dense feed-forward sharded over tp, optionally times `sigmoid(x @ gate)`.
 
     Args:
         hidden_size: Size of the tokens.

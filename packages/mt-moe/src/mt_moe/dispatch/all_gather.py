@@ -1,4 +1,4 @@
-"""Dispatch by all-gather: every rank gets all tokens and takes those of its experts."""
+"""Dispatch by all-gather: every rank gets all tokens and takes its experts' share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatch by DeepEP, which sends a token once to each rank that has some of its experts."""
+"""Dispatch by DeepEP, which sends a token once to each rank with some of its experts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Handle(NamedTuple):
 
 
 class DeepEPDispatcher(Dispatcher):
-    """Sends each token once to each rank that has some of its experts, through DeepEP's buffers.
+    """Sends each token once to each rank with some of its experts, through DeepEP's buffers.
 
     Forward sends `H` numbers in bf16 per token and rank, and `k` weights and choices; each rank
     sums a token's results with its weights before it sends that sum back. Backward repeats both in

@@ -33,7 +33,7 @@ class DispatchOutput(NamedTuple):
 
 
 class Dispatcher(ABC):
-    """Sends tokens to experts that are spread over ranks.
+    """Sends tokens to experts on several ranks.
 
     `combine(dispatch(x, e, w).rows, handle)` is `sum_j w[:, j] x`, times the number of ranks that
     share an expert, each of which returns a partial sum. Both are differentiable. A choice equal to

@@ -33,7 +33,7 @@ def check_finite(weights: Tensor) -> None:
 
 
 def not_finite(owner: str) -> str:
-    """Return the message for weights that are NaN or infinite."""
+    """Return the message for NaN or infinite weights."""
     return (
         f"the router's weights of {owner} are not finite: its logits are NaN or infinite; look at "
         "the hidden states before this layer, the learning rate, and the router's weight"

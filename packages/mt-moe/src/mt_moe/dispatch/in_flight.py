@@ -1,4 +1,4 @@
-"""Collectives that are in flight, in forward and in backward, while something else is computed."""
+"""Collectives in flight, in forward and in backward, beside other computation."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 class _Collective:
-    """A collective that was started, and its adjoint.
+    """A started collective, and its adjoint.
 
     Work between start and wait overlaps with the collective. Backward runs in the opposite order:
     `_Wait.backward` starts the adjoint, the backward of the work in between overlaps with it, and
@@ -78,7 +78,7 @@ class _Collective:
         return cast("Tensor", _Wait.apply(edge, self))
 
     def finish(self) -> Tensor:
-        """Wait for the collective that is pending, and return its result."""
+        """Wait for the pending collective, and return its result."""
         if self.pending is None:
             raise RuntimeError("a collective was waited for twice, or was never started")
         pending, self.pending = self.pending, None

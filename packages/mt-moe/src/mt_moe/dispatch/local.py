@@ -1,4 +1,4 @@
-"""Dispatch on one rank that has all experts."""
+"""Dispatch on one rank with all experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mt_moe.padding import only_first
 
 
 class LocalDispatcher(Dispatcher):
-    """Sorts the tokens by expert on a rank that has all of them. The host never waits.
+    """Sorts the tokens by expert on a rank with all experts. The host never waits.
 
     Args:
         num_experts: Number of experts.

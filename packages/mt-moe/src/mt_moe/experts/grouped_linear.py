@@ -138,7 +138,7 @@ class GroupedLinear(GemmLayer):
             exact: Whether the counts add up to N; if not, the results of the other rows are zeros.
 
         Raises:
-            KernelError: The kernel that was asked for does not serve.
+            KernelError: The named kernel does not serve.
         """
         weight, gemms = self.weight.flatten(1, -2), self.gemms.all
         x, matrix = as_autocast(x), as_autocast(weight)

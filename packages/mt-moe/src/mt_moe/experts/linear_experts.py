@@ -97,7 +97,7 @@ def unfuse_experts(model: nn.Module, *, group: Group = None) -> list[str]:
         group: The ranks over which each expert is sharded (etp).
 
     Returns:
-        The names of the grouped layers that were replaced.
+        The names of the replaced grouped layers.
 
     Raises:
         ValueError: Sharded experts have biases.

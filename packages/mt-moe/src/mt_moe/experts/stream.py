@@ -59,7 +59,7 @@ class _WeightGrad:
             self.out[idle] = 0
 
     def add(self, expert: int, grad: Tensor, x: Tensor) -> None:
-        """Write the gradient of an expert that has rows."""
+        """Write the gradient of an expert with rows."""
         TorchGemm().wgrad_into(grad, x, self.out[expert], accumulate=self.accumulate)
 
     def end(self) -> Tensor | None:
@@ -113,7 +113,7 @@ class _Stream(torch.autograd.Function):
 
 
 def _served(sizes: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, with the slice of its rows."""
+    """Yield each expert with rows, and the slice of its rows."""
     end = 0
     for expert, size in enumerate(sizes):
         end += size

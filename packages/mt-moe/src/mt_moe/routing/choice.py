@@ -34,7 +34,7 @@ class RouterOptions:
             hidden states if that is wider.
         num_groups: Number of groups into which neighbouring experts are divided.
         top_groups: Number of groups that a token may use, those with the highest group scores.
-        group_top: Number of highest scores that are summed to the score of a group; None is
+        group_top: Number of highest scores summed to a group's score; None is
             `top_k // top_groups`. DeepSeek-V3 has 2, DeepSeek-V2 1.
         sinkhorn: Number of iterations of a Sinkhorn normalisation that decides the choice in
             training; 0 is none. Weights are still those of the scores.

@@ -37,7 +37,7 @@ class Choice(Protocol):
 
     @property
     def group_top(self) -> int | None:
-        """Number of scores that are summed to a group's score."""
+        """Number of scores summed to a group's score."""
         ...
 
     @property
@@ -47,7 +47,7 @@ class Choice(Protocol):
 
 
 def scores_per_group(choice: Choice) -> int:
-    """Return the number of scores that are summed to a group's score."""
+    """Return the number of scores summed to a group's score."""
     return choice.top_k // choice.top_groups if choice.group_top is None else choice.group_top
 
 
