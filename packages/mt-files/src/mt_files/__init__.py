@@ -1,7 +1,6 @@
 """Files from outside: checked reading, typed content, durable writing, locks and digests."""
 
 from mt_files.argument import check_type, multiples_near
-from mt_files.candidate import AUTO, Candidate, kernel_for
 from mt_files.digest import sha256_file
 from mt_files.error import FileError, LockedError, MissingFileError, UserError
 from mt_files.experimental import ExperimentalWarning, experimental
@@ -30,10 +29,8 @@ from mt_files.schema import (
 from mt_files.writing import remove_temporaries, sync, write_file, writing
 
 __all__ = [
-    "AUTO",
     "MAX_PROBLEMS",
     "Bound",
-    "Candidate",
     "Checks",
     "ExperimentalWarning",
     "FieldError",
@@ -53,7 +50,6 @@ __all__ = [
     "divisors",
     "experimental",
     "hints_of",
-    "kernel_for",
     "multiples_near",
     "open_file",
     "parse_json",
