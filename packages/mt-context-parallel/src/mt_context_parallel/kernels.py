@@ -91,7 +91,7 @@ class ReferenceKernel:
         self.block: int | None = block
 
     def obstacle(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> str | None:
-        """Return None: it computes all tiles."""
+        """Return None, because this kernel can compute every tile."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:

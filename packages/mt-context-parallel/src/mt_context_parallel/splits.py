@@ -32,7 +32,7 @@ class Segment(NamedTuple):
 
 
 def parts_of(split: Split, ranks: int) -> int:
-    """Return the number of equal pieces of a document."""
+    """Return the number of equal pieces that each document is cut into."""
     if not isinstance(ranks, int):
         raise TypeError(f"ranks must be an int, got {ranks!r}")
     if split not in get_args(Split):

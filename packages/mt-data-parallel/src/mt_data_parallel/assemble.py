@@ -1,4 +1,4 @@
-"""Assembly of whole tensors from shards, each on the rank with its first element."""
+"""Assembly of whole tensors from shards, on the rank that holds the first element."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class Bucket:
         self._sum = (PendingSum(out, out, how.replicas, how, 1.0), out, True)
 
     def advance(self) -> None:
-        """Start the second step of a sum in two steps."""
+        """Start the second step of a two-step sum."""
         if self._sum is not None:
             self._sum[0].advance()
 

@@ -1,4 +1,4 @@
-"""Parameters that ranks hold and gather as one-byte codes, and step in full precision."""
+"""Parameters stored and gathered as one-byte codes, and updated in full precision."""
 
 from __future__ import annotations
 

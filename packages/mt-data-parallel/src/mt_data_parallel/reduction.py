@@ -62,7 +62,7 @@ class Reduction:
 
     @property
     def num_shards(self) -> int:
-        """The number of parts of the sum."""
+        """Number of shards that the reduced result is split into."""
         return 1 if self.shards is None else self.shards.size()
 
     @property

@@ -117,7 +117,7 @@ def build(cls: type[T], value: object, path: str = "") -> T:
 
 
 def bind(cls: type[T], value: object, path: str = "") -> Bound[T]:
-    """Build a dataclass from plain values, and return the problems as a value; see `build`."""
+    """Build a dataclass as `build` does, but return the problems instead of raising them."""
     binder = _Binder()
     result = binder.bind(cls, value, path)
     return Bound(
@@ -129,7 +129,7 @@ def bind(cls: type[T], value: object, path: str = "") -> Bound[T]:
 
 
 def to_plain(value: Any) -> Any:
-    """Convert dataclasses to mappings and tuples to lists, so that `build` restores the value."""
+    """Turn each dataclass into a mapping and each tuple into a list; `build` restores the value."""
     return _plain(Any, value)
 
 

@@ -95,7 +95,7 @@ class Operand:
         return found
 
     def joined(self, tensors: Sequence[Tensor], *, ranks: int) -> Operand:
-        """Return the operand of the whole sequence of the gathered `parts`."""
+        """Join gathered `parts` into the operand of the whole sequence."""
         batch, tokens, size = self.shape
         left = iter(tensors)
         whole = Operand(role=self.role, dtype=self.dtype, shape=(batch, tokens * ranks, size))

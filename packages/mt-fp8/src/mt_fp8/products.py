@@ -277,7 +277,7 @@ class Products(nn.Module):
         dtype: torch.dtype,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """Return `a @ b.T + bias`, in `dtype` where an operand is not quantised."""
+        """Return `a @ b.T + bias`; if an operand is not quantised, multiply both in `dtype`."""
         if a is None or b is None:
             raise ValueError("an operand lacks the form that is multiplied; make it by `operand`")
         if isinstance(a, QTensor) and isinstance(b, QTensor):

@@ -1,4 +1,4 @@
-"""From the largest magnitude of a block to what its elements are multiplied by, and back."""
+"""Scales and factors of a block, from its largest magnitude."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def check_printable(*, has_stdout: bool) -> None:
 
 
 def print_text(text: str) -> None:
-    """Write to stdout in any encoding; a reader that left early is no error."""
+    """Write to stdout in any encoding, even if the reader has closed the pipe."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:

@@ -10,7 +10,7 @@ _FAILED, _BAD_COMMAND = 1, 2
 
 
 def explain(error: Exception) -> tuple[int, str] | None:
-    """Return exit code and message of an error; None for an error in the program."""
+    """Return an error's exit code and message, or None for a bug in this program."""
     if is_out_of_memory(error):
         return _FAILED, (
             "out of memory: use --dtype bf16 or fewer --max-tokens, or more processes on several "

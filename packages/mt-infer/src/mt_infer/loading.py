@@ -185,7 +185,7 @@ def _check_vocabulary(path: Path, tokenizer: Tokenizer, config: ModelConfig) -> 
 
 @contextmanager
 def same_run(run: Run, state: ParallelState) -> Iterator[Run]:
-    """Yield the run at the first rank's step, as a save may happen between two ranks.
+    """Yield the run at the first rank's step, so that a save can't make ranks differ.
 
     Collective: a broadcast.
     """

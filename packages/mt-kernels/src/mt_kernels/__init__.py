@@ -1,4 +1,4 @@
-"""One record of a kernel, one way to choose it, and what kernels of several packages share."""
+"""A record for kernels, a way to choose among them, and code that several packages share."""
 
 from __future__ import annotations
 

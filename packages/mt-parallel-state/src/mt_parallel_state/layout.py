@@ -209,7 +209,7 @@ class ParallelLayout:
         return inner, outer
 
     def _resolve(self, axes: str) -> frozenset[str]:
-        """Return the axis names of one view that an axes string stands for."""
+        """Return the axis names that an axes string stands for, all from one view."""
         if not isinstance(axes, str):
             raise TypeError(f"axes must be a string such as 'dp-cp', got {axes!r}")
         names = axes.split("-")

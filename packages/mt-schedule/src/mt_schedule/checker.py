@@ -99,7 +99,7 @@ def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
 
 
 def _needs(schedule: Schedule, action: Action, hooked: Collection[Op]) -> Iterator[Action]:
-    """Yield the actions that have to come before an action on its own rank."""
+    """Yield the actions that must come before an action on its own rank."""
     op, stage, microbatch = action
     backward = Op.I if schedule.is_split(stage, microbatch) else Op.B
     if op is Op.REDUCE:
@@ -220,7 +220,7 @@ def _stuck(schedule: Schedule, places: _Places) -> list[Violation]:
 
 
 def _deadlocks(schedule: Schedule, places: _Places, buffers: int) -> Iterator[Violation]:
-    """Let every rank go as far as its exchanges allow, and report the ranks that are stuck.
+    """Let every rank go as far as its exchanges allow, and report the stuck ranks.
 
     The k-th send of a channel belongs to its k-th receive, so counting is enough: the k-th receive
     is done once k sends are posted, and the k-th send once k receives are posted.

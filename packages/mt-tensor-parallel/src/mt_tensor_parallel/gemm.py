@@ -116,7 +116,7 @@ class Gemm:
 
     @property
     def is_autograd(self) -> bool:
-        """Whether `F.linear` and its own backward compute the same."""
+        """Whether plain `F.linear` with autograd computes the same as this strategy."""
         return self.is_torch and type(self).wgrad is TorchGemm.wgrad
 
 

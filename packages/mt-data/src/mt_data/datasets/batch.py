@@ -229,7 +229,7 @@ class BatchSampler:
         self.rows = Rows()
 
     def with_rows(self, rows: Rows) -> BatchSampler:
-        """Return a sampler of the same samples that makes other `rows`."""
+        """Return a copy that draws the same samples and builds its rows with `rows`."""
         other = copy.copy(self)
         other.rows = rows
         return other

@@ -67,7 +67,7 @@ class StaticTensors:
                 own.copy_(new, non_blocking=True)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return them as they are given to the callable."""
+        """Return the static tensors as the callable's arguments."""
         return tree_unflatten(self.leaves, self._form)
 
     def names(self) -> dict[int, str]:

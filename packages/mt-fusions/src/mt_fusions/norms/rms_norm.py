@@ -72,7 +72,7 @@ def _reference(
 def _normed(
     x: Tensor, weight: Tensor, eps: float, *, zero_centered: bool, rounds_first: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm, with one copy in fp32, and the inverse root of each row."""
+    """Return the normalised rows and each row's inverse RMS, with one copy in fp32."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x_wide = x.to(wide)
     norm = torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True)

@@ -149,7 +149,7 @@ def patch_shape(config: VisionConfig) -> Sizes:
 
 
 def clip_links(config: VisionConfig, prefix: str = "") -> Iterator[Link]:
-    """Yield the links of embedding and layers, with the names of CLIP and SigLIP.
+    """Yield the links of the embedding and the layers, by the tensor names of CLIP and SigLIP.
 
     Args:
         config: The model.

@@ -50,7 +50,7 @@ class StoredLayer(StoredTensor):
 def with_layers(
     tensors: Mapping[str, StoredTensor], layout: Layout, dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return a folder's tensors with one weight instead of the tensors of each quantised layer.
+    """Return a folder's tensors, with one dequantised weight for each quantised layer.
 
     Args:
         tensors: The folder's tensors by name.

@@ -23,9 +23,9 @@ class KVCache:
     `GPT.new_cache` makes one. Its tensors keep their shapes while it fills.
 
     Attributes:
-        layers: Tensors by name, by the layer's index in the whole model; the mixer states their
-            shapes (`MixerConfig.cache_shapes`). Cross-attention adds its own in the first pass.
-            The scales of codes have the name of the codes with `_scale`.
+        layers: For each layer, by its index in the whole model, its tensors by name; the mixer
+            states their shapes (`MixerConfig.cache_shapes`). Cross-attention adds its own in the
+            first pass. The scales of codes have the name of the codes with `_scale`.
         max_length: Number of tokens that fit.
         length: Number of tokens held, with padding; the next pass goes on from here.
         mask: False at the places of padding, [B, max_length]; None without padding.

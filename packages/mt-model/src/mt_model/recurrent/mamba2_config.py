@@ -1,4 +1,4 @@
-"""Mamba-2, a recurrent mixer, as a frozen value."""
+"""The configuration of the recurrent mixer Mamba-2."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ class StackConfig(StreamConfig, ABC):
         return total
 
     def cache_break(self, held: int, length: int) -> int | None:
-        """Return the length past which the cached keys no longer serve, if it lies between these.
+        """Return a length from `held` to below `length` past which cached keys fail, or None.
 
         Args:
             held: Number of tokens in the cache.

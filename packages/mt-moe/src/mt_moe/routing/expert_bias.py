@@ -119,7 +119,7 @@ class ExpertBias(nn.Module):
         self.seen.zero_()
 
     def _quantiles(self, seen: Tensor) -> Tensor:
-        """Return the score that each expert exceeds for its fair share of tokens."""
+        """Return the score of each expert that only its fair share of tokens exceeds."""
         ends = seen.double().cumsum(1)
         wanted = (1 - self.share) * ends[:, -1:]
         index = torch.searchsorted(ends, wanted).clamp_(max=seen.shape[1] - 1)

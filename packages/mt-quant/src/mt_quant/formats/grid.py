@@ -106,7 +106,7 @@ def find_grid(
 
 
 def to_codes(values: Tensor, grid: Grid, *, start: int = 0) -> Tensor:
-    """Return the nearest codes of columns from `start`, as fp32 numbers."""
+    """Return the codes nearest to the columns from `start` on, as fp32 numbers."""
     scale, zero = grid.of_columns(start, values.shape[1])
     if not grid.format.is_integer:
         return nearest(values.float() * inverse(scale), grid.format).dequantize()

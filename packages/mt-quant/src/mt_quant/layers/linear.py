@@ -281,7 +281,7 @@ class QuantizedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """A product whose gradient passes the rounding of its input."""
+    """A product whose backward ignores the rounding of its input (straight-through)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantizedLinear, operands: Operands) -> Tensor:

@@ -117,7 +117,7 @@ class LowPrecision(TrainerPart):
                 primary.bind(f"{name}.weight", weight, products)
 
     def begin_step(self, step: int) -> None:
-        """Say which step is trained, on which its random rounding depends."""
+        """Tell the layers which step begins, since random rounding depends on it."""
         for gemm in self._gemms.values():
             gemm.begin_step(step, part=self._state.index("dp"), parts=self._state.size("dp"))
         for layer in self._experts:

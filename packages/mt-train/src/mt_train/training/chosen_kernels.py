@@ -1,4 +1,4 @@
-"""What computes the operations of a model, as `mt-train run` says it once."""
+"""The lines by which `mt-train run` reports once which kernel computes each operation."""
 
 from __future__ import annotations
 

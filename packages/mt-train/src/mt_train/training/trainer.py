@@ -309,7 +309,7 @@ class Trainer:
     def close(self) -> None:
         """End the thread that reads ahead, and let go of the gradients and their groups.
 
-        The hooks of a buffer hold it by the parameters, which no garbage collection sees.
+        The parameters' hooks keep the buffer alive, in a cycle that garbage collection can't see.
         """
         self._loader.close()
         self.buffer.close()
