@@ -75,24 +75,6 @@ def bias_dropout_add_jobs():
     yield {**common, "name": "_backward_kernel", "constants": shape}
 
 
-def masked_softmax_jobs():
-    signature = dict.fromkeys(("X", "SINKS", "P", "G", "DX"), "*bf16")
-    signature |= {"MASK": "*u8", "REST": "*fp32", "DREST": "*fp32", "scale": "fp32"}
-    strides = ("mask_batch", "mask_head", "mask_query", "mask_key")
-    signature |= dict.fromkeys(("rows", "heads", "queries", "keys", *strides), "i32")
-    for size in (64, 4096, WIDEST):
-        tile = row_tiles(size)
-        common = {
-            "module": "attention.triton_masked_softmax",
-            "warps": tile.warps,
-            "signature": signature,
-        }
-        form = {"HAS_SINKS": True, "ROWS": tile.rows, "COLUMNS": tile.columns}
-        forward = {**form, "HAS_MASK": True, "CAUSAL": True}
-        yield {**common, "name": "_forward_kernel", "constants": forward}
-        yield {**common, "name": "_backward_kernel", "constants": form}
-
-
 def permute_jobs():
     signature = dict.fromkeys(("X", "G", "W", "Y"), "*bf16") | {"PLACES": "*i64", "D": "*fp32"}
     signature |= dict.fromkeys(("x_stride", "g_stride", "choices", "size"), "i32")
@@ -101,15 +83,6 @@ def permute_jobs():
     for name in ("_spread_kernel", "_combine_kernel"):
         yield {**common, "name": name, "constants": form}
     yield {**common, "name": "_dots_kernel", "constants": {"COLUMNS": 1024}}
-
-
-def adamw_jobs():
-    numbers = ("shrink", "rate", "rest_1", "beta_2", "rest_2", "second", "eps")
-    signature = dict.fromkeys(numbers, "fp32")
-    signature |= {"TABLE": "*i64", "CHUNKS": "*i64", "FACTOR": "*fp32"}
-    form = {"PARAM": "tl.bfloat16", "GRAD": "tl.float32", "HAS_MASTER": True, "HAS_FACTOR": True}
-    common = {"module": "gpu.adamw", "name": "_kernel", "warps": 8, "signature": signature}
-    yield {**common, "constants": {**form, "CHUNK": 1 << 16, "BLOCK": 2048}}
 
 
 def cross_entropy_jobs():
@@ -135,9 +108,7 @@ JOBS = [
     *gated_jobs(),
     *bias_gelu_jobs(),
     *bias_dropout_add_jobs(),
-    *masked_softmax_jobs(),
     *permute_jobs(),
-    *adamw_jobs(),
     *cross_entropy_jobs(),
     *rope_jobs(),
 ]
@@ -146,7 +117,7 @@ JOBS = [
 def is_sampled(job):
     """The widest rows, which take the most registers, and two of the activations."""
     constants = job["constants"]
-    narrow = job["module"].endswith(("_norm", "_softmax")) and constants["COLUMNS"] <= 4096
+    narrow = job["module"].endswith("_norm") and constants["COLUMNS"] <= 4096
     return not narrow and constants.get("KIND", "silu") in ("silu", "gelu_tanh")
 
 

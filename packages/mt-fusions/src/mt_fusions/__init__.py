@@ -6,8 +6,6 @@ from mt_fusions.activations.activation import activate
 from mt_fusions.activations.bias_gelu import BIAS_GELU, bias_gelu, bias_gelu_tanh
 from mt_fusions.activations.gated import geglu, quick_geglu, squared_relu, swiglu
 from mt_fusions.activations.gates import GATED, SILU_PRODUCT, SQUARED_RELU
-from mt_fusions.adamw import AdamWOptions, AdamWState, adamw_, global_norm
-from mt_fusions.attention.masked_softmax import masked_softmax
 from mt_fusions.attention.rope import apply_rope
 from mt_fusions.attention.rotation import ROPE, swap_pairs, turn
 from mt_fusions.graphs.autograd_graph import AutogradGraph
@@ -38,8 +36,6 @@ __all__ = [
     "ROPE",
     "SILU_PRODUCT",
     "SQUARED_RELU",
-    "AdamWOptions",
-    "AdamWState",
     "AutogradGraph",
     "Graph",
     "GraphError",
@@ -50,7 +46,6 @@ __all__ = [
     "Sum",
     "TokenLosses",
     "activate",
-    "adamw_",
     "add_layer_norm",
     "add_rms_norm",
     "apply_rope",
@@ -60,9 +55,7 @@ __all__ = [
     "cross_entropy",
     "fused_kernel",
     "geglu",
-    "global_norm",
     "layer_norm",
-    "masked_softmax",
     "obstacles",
     "operator",
     "permute",

@@ -16,11 +16,11 @@ class Functions(NamedTuple):
 
     Attributes:
         forward: Computes the operation.
-        backward: Computes its gradient; None where it has none.
+        backward: Computes its gradient.
     """
 
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None = None
+    backward: Callable[..., Any]
 
 
 def implementations(
@@ -59,11 +59,6 @@ def fused_kernel(x: Tensor) -> str:
     if x.dtype != torch.float32 or torch.compiler.is_compiling():
         return "cpu"
     return "triton" if triton_obstacle(x) is None else "cpu"
-
-
-def width_obstacle(width: int, limit: int = 16384) -> str | None:
-    """Return why a Triton program cannot hold a row in registers, or None."""
-    return None if width <= limit else f"rows of {width} elements are longer than {limit}"
 
 
 def fused_drawback(x: Tensor, *_: Any) -> str | None:

@@ -9,8 +9,6 @@ from mt_kernels import Registry
 
 from mt_fusions.activations.bias_gelu import BIAS_GELU_KERNELS
 from mt_fusions.activations.gated import GATED_KERNELS
-from mt_fusions.adamw import ADAMW_KERNELS
-from mt_fusions.attention.masked_softmax import MASKED_SOFTMAX_KERNELS
 from mt_fusions.attention.rope import ROPE_KERNELS
 from mt_fusions.losses.cross_entropy import CROSS_ENTROPY_KERNELS
 from mt_fusions.norms.norm import LAYER_NORM_KERNELS, RMS_NORM_KERNELS
@@ -30,11 +28,9 @@ KERNELS: Mapping[str, Registry[Any]] = {
     "bias_gelu_tanh": BIAS_GELU_KERNELS,
     "bias_dropout_add": BIAS_DROPOUT_ADD_KERNELS,
     "cross_entropy": CROSS_ENTROPY_KERNELS,
-    "masked_softmax": MASKED_SOFTMAX_KERNELS,
     "permute": PERMUTE_KERNELS,
     "unpermute": UNPERMUTE_KERNELS,
     "apply_rope": ROPE_KERNELS,
-    "adamw_": ADAMW_KERNELS,
 }
 
 

@@ -1,1 +1,1 @@
-"""Rotary embedding, and the softmax of attention scores."""
+"""Rotary embedding of queries and keys."""

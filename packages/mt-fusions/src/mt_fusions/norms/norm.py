@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mt_fusions.arguments import check_floating, check_of_columns, check_same
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
-from mt_fusions.kernels import Functions, implementations, width_obstacle
+from mt_fusions.kernels import Functions, implementations
 from mt_fusions.norms.form import Form, Grads, Normed, Stats
 from mt_fusions.operator import operator
 
@@ -229,7 +229,9 @@ def _triton_backward(
 
 def _kernels(operation: str, widest: int) -> Registry[Any]:
     def obstacle(x: Tensor, *_: Any) -> str | None:
-        return triton_obstacle(x) or width_obstacle(x.shape[-1], widest)
+        if x.shape[-1] > widest:  # a Triton program holds a row in registers
+            return f"rows of {x.shape[-1]} elements are longer than {widest}"
+        return triton_obstacle(x)
 
     return implementations(
         operation,
