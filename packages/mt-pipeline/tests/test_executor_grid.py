@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_pipeline import Executor, TensorSpec
-from mt_schedule import Action, Costs, Op, defer_weights, make_schedule, optimise, split_layers
+from mt_schedule import Action, Op, defer_weights, make_schedule, split_layers
 from stages import split_backwards
 from torch import nn
 
@@ -234,28 +234,6 @@ def test_any_schedule_with_its_backwards_split_gives_the_same(ranks, world, defe
             )
 
     ranks(world, body)
-
-
-COSTS = {
-    "uneven head": {"forward": (1.0, 1.0, 1.0, 2.0), "backward": (2.0, 2.0, 2.0, 4.0)},
-    "slow link": {"forward": (1.0,) * 4, "backward": (2.0,) * 4, "latency": 0.5},
-    "W cheaper than I": {"forward": (1.0,) * 4, "backward": (2.0,) * 4, "weight": (0.6,) * 4},
-}
-
-
-@pytest.mark.parametrize("memory_cap", [float("inf"), 5.0])
-@pytest.mark.parametrize("profile", COSTS)
-def test_what_optimise_returns_gives_the_same(ranks, profile, memory_cap):
-    costs = Costs(activation_bytes=(1.0,) * 4, **COSTS[profile])
-    for number in (4, 7):
-        schedule = optimise(costs, memory_cap, ranks=2, microbatches=number, trials=60)
-
-        def body(schedule=schedule):
-            assert_equals_unpipelined(
-                schedule, deferred="", layers_over=1, group=dist.group.WORLD, batch_p2p=None
-            )
-
-        ranks(2, body)
 
 
 @pytest.mark.parametrize("world", [2, 4])

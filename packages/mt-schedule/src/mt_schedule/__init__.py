@@ -1,4 +1,4 @@
-"""Pipeline schedules as values: generate, check, simulate, draw and search them."""
+"""Pipeline schedules as values: generate, check, simulate and draw them."""
 
 from mt_schedule.action import Action, Op
 from mt_schedule.checker import Violation, check
@@ -8,7 +8,6 @@ from mt_schedule.deferral import defer_weights
 from mt_schedule.gantt import Panel, draw_text
 from mt_schedule.ir import Schedule
 from mt_schedule.notation import LayoutError, StageContent, parse_layout
-from mt_schedule.optimise import optimise
 from mt_schedule.schedules import SCHEDULES, make_schedule
 from mt_schedule.simulator import Simulation, Span, simulate
 from mt_schedule.split import balance_layers, place_stages, split_layers
@@ -36,7 +35,6 @@ __all__ = [
     "insert_communication",
     "insert_hooks",
     "make_schedule",
-    "optimise",
     "parse_layout",
     "place_stages",
     "simulate",

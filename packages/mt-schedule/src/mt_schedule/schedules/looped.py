@@ -68,7 +68,7 @@ def interleaved(
     )
 
 
-def group_sizes(stages: int, microbatches: int) -> list[int]:
+def _group_sizes(stages: int, microbatches: int) -> list[int]:
     """Return the valid values of N: from p to m, with a last group that is empty or at least p."""
     return [
         size
@@ -78,7 +78,7 @@ def group_sizes(stages: int, microbatches: int) -> list[int]:
 
 
 def _group(stages: int, microbatches: int, group: int | None) -> int:
-    valid = group_sizes(stages, microbatches)
+    valid = _group_sizes(stages, microbatches)
     if group is None:
         return valid[0] if valid else microbatches
     require_positive("group", group)
