@@ -1,4 +1,4 @@
-"""Quantising a matrix against copying it, by recipe, along its rows and both ways.
+"""Quantising a matrix against copying it, by recipe.
 
     python packages/mt-fp8/benchmarks/quantize.py [--device cuda --rows 16384] [--out FILE]
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mt_fp8 import quantize, quantize_both, recipe
+from mt_fp8 import quantize, recipe
 from mt_testing import environment, ratios, shown, take_turns, write_report
 from torch import Tensor
 
@@ -29,11 +29,8 @@ def ways(x: Tensor, kernel: str) -> dict[str, tuple[Callable[[], object], int]]:
         # Of a weight: its rounding is to the nearest, as the input's.
         how = recipe(name).weight if name == "nvfp4" else recipe(name).input
         reads = 2 if how.is_whole else 1
-        one = partial(quantize, x, how, kernel=kernel)
-        both = partial(quantize_both, x, how, kernel=kernel)
-        made[name] = (one, reads * x.nbytes + one().nbytes)
-        written = sum(each.nbytes for each in both())
-        made[f"{name}, both ways"] = (both, reads * x.nbytes + written)
+        call = partial(quantize, x, how, kernel=kernel)
+        made[name] = (call, reads * x.nbytes + call().nbytes)
     return made
 
 

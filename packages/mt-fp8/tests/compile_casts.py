@@ -17,16 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-NUMBERS = ("batch_stride", "row_stride", "rows", "columns", "blocks", "blocks_t")
+NUMBERS = ("batch_stride", "row_stride", "rows", "columns", "blocks")
 
 
 def resources(recipe_name: str, role: str, *, casts: bool) -> dict[str, int]:
-    how = recipe(recipe_name)
-    along, across = how.scaling(role), how.scaling(role, column=True)
-    constants = cast.constants(along, across, casts=casts)
-    scales = "*fp32" if along.scale in ("fp32", "pow2") else "*u8"
+    scaling = recipe(recipe_name).scaling(role, column=True)
+    constants = cast.constants(scaling, casts=casts)
+    scales = "*fp32" if scaling.scale in ("fp32", "pow2") else "*u8"
     types = {"X": "*bf16", "Y": "*u8", "SCALES": scales, "FACTOR": "*fp32", "WORDS": "*i64"}
-    types |= {name + "_T": kind for name, kind in types.items() if name != "X"}
     types |= dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(constants, "constexpr")
     names = cast._kernel.arg_names
     divisible = {  # as launches are, of tensors whose sides are multiples of 16

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from mt_fp8 import DelayedScales, DelayedState, Scaling, amax_of, end_step, quantize, recipe
+from mt_fp8 import DelayedScales, Scaling, end_step, quantize, recipe
 
 ROLES = ("input", "weight", "grad")
 LIMITS = {"input": 448.0, "weight": 448.0, "grad": 57344.0}
@@ -36,10 +36,10 @@ class Plain:
 @pytest.mark.parametrize("largest", ["most_recent", "max"])
 @pytest.mark.parametrize("history", [1, 2, 7])
 @pytest.mark.parametrize("margin", [0, 3])
-def test_200_steps_with_skips_recomputation_and_evaluation(history, largest, margin):
+def test_200_steps_with_skips_and_recomputation(history, largest, margin):
     how = recipe("delayed", history=history, largest=largest, margin=margin)
     draws = random.Random(history)
-    plain, state = Plain(how), DelayedState.new(how)
+    plain, scales = Plain(how), DelayedScales(how)
     for step in range(200):
         for role in ROLES:
             if draws.random() < 0.2:
@@ -48,46 +48,40 @@ def test_200_steps_with_skips_recomputation_and_evaluation(history, largest, mar
                 size = draws.choice([0.0, 1e-3, 1.0, 50.0, math.inf]) * draws.uniform(0.5, 2)
                 amax = torch.tensor(size)
                 plain.seen[role].append(amax.item())
-                state = state.recorded(role, amax)
+                scales.note(role, amax)
                 if draws.random() < 0.5:  # recomputed for the backward
-                    state = state.recorded(role, amax)
-        if step % 5 == 0:  # evaluation quantises with the factors and records nothing
-            before = state.factor.clone()
-            quantize(torch.ones(3), Scaling(), factor=state.factor_of("input"))
-            assert torch.equal(before, state.factor)
-        old = state
-        state = state.updated(how)
+                    scales.note(role, amax)
+        end_step([scales])
         plain.update()
-        assert state is not old
-        for place, role in enumerate(ROLES):
+        for role in ROLES:
             expected = torch.tensor(plain.factor[role]).item()
-            assert math.isclose(state.factor[place].item(), expected, rel_tol=2e-7), (step, role)
+            assert math.isclose(scales.of(role).item(), expected, rel_tol=2e-7), (step, role)
 
 
-def test_many_layers_are_updated_at_once():
+def test_many_layers_are_updated_as_each_alone():
     how = recipe("delayed", history=3, largest="max")
-    states = [DelayedState.new(how) for _ in range(4)]
+    alone, together = ([DelayedScales(how) for _ in range(4)] for _ in range(2))
     for step in range(5):
-        for layer, state in enumerate(states):
+        for layer, pair in enumerate(zip(alone, together, strict=True)):
             if (layer + step) % 3:
-                states[layer] = state.recorded("weight", torch.tensor(1.0 + layer * step))
-        many = DelayedState(
-            history=torch.stack([s.history for s in states], 1),
-            factor=torch.stack([s.factor for s in states]),
-        ).updated(how)
-        states = [state.updated(how) for state in states]
-        assert torch.equal(many.factor, torch.stack([s.factor for s in states]))
-        assert torch.equal(many.history, torch.stack([s.history for s in states], 1))
+                for scales in pair:
+                    scales.note("weight", torch.tensor(1.0 + layer * step))
+        for scales in alone:
+            end_step([scales])
+        end_step(together)
+        for one, other in zip(alone, together, strict=True):
+            assert torch.equal(one.factor, other.factor)
+            assert torch.equal(one.history, other.history)
 
 
-def test_the_first_step_quantises_with_a_factor_of_one_and_the_second_with_that_of_the_first():
+def test_the_second_step_quantises_with_the_factor_of_the_first():
     how = recipe("delayed")
-    state = DelayedState.new(how)
+    scales = DelayedScales(how)
     x = torch.tensor([0.5, 900.0, -3.0])
-    first = quantize(x, how, factor=state.factor_of("input"))
-    assert first.dequantize().tolist() == [0.5, 448.0, -3.0]
-    state = state.recorded("input", amax_of(x, how)).updated(how)
-    second = quantize(x, how, factor=state.factor_of("input"))
+    assert scales.of("input") is None
+    scales.note("input", x.abs().max())
+    end_step([scales])
+    second = quantize(x, how, factor=scales.of("input"))
     assert torch.equal(second.dequantize(), quantize(x, Scaling()).dequantize())
 
 
@@ -96,28 +90,19 @@ def test_ranks_that_did_not_run_take_the_factor_of_those_that_did(ranks):
 
 
 def _update_over_ranks():
-    rank = dist.get_rank()
-    how = recipe("delayed", history=2)
-    state = DelayedState.new(how)
-    if rank:
-        state = state.recorded("grad", torch.tensor(7.0))
-    state = state.updated(how, group=dist.group.WORLD)
-    assert state.factor.tolist() == [1.0, 1.0, 57344 / 7]
-    assert state.history.tolist() == [[-1.0, -1.0, -1.0], [0.0, 0.0, 7.0]]
+    scales = DelayedScales(recipe("delayed", history=2))
+    if dist.get_rank():
+        scales.note("grad", torch.tensor(7.0))
+    end_step([scales], dist.group.WORLD)
+    assert scales.factor.tolist() == [1.0, 1.0, 57344 / 7]
+    assert scales.history.tolist() == [[-1.0, -1.0, -1.0], [0.0, 0.0, 7.0]]
 
 
-def test_wrong_arguments_are_named():
+def test_wrong_recipes_are_named():
     with pytest.raises(ValueError, match="has no history"):
-        DelayedState.new(recipe("mxfp8"))
-    state = DelayedState.new(recipe("delayed"))
-    with pytest.raises(ValueError, match="role must be"):
-        state.recorded("bias", torch.tensor(1.0))
-    with pytest.raises(ValueError, match="amax must have the shape"):
-        state.recorded("input", torch.ones(2))
-    with pytest.raises(ValueError, match="a history of 3, and the state one of 1"):
-        state.updated(recipe("delayed", history=3))
-    with pytest.raises(ValueError, match="history must be"):
-        DelayedState(history=torch.ones(2, 2), factor=torch.ones(2))
+        DelayedScales(recipe("mxfp8"))
+    with pytest.raises(ValueError, match="of one recipe"):
+        end_step([DelayedScales(recipe("delayed", history=n)) for n in (1, 3)])
 
 
 def test_a_layer_that_may_rest_begins_with_its_own_magnitudes_whenever_it_first_runs():

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from drawing import hard, same_bits
-from mt_fp8 import Scaling, amax_of, quantize, quantize_both
+from mt_fp8 import Scaling, quantize, recipe
+from mt_fp8.quantize import amax_of
 
 ROTATED = Scaling(format="e2m1", block=(1, 16), scale="nvfp4", hadamard=True)
 PLAIN = Scaling(format="e2m1", block=(1, 16), scale="nvfp4")
@@ -50,7 +51,8 @@ def test_an_outlier_is_spread_over_its_sixteen():
 def test_a_weight_gradient_is_computed_from_both_rotated_operands():
     x, grad = hard(64, 48, seed=4).clamp(-50, 50), hard(64, 32, seed=5).clamp(-50, 50)
     operands = [
-        quantize_both(t, "nvfp4", role, seed=6).column for t, role in ((grad, "grad"), (x, "input"))
+        quantize(t.mT, recipe("nvfp4").scaling(role, column=True), seed=6)
+        for t, role in ((grad, "grad"), (x, "input"))
     ]
     assert all(q.scaling.hadamard for q in operands)
     found = operands[0].dequantize(rotated=True) @ operands[1].dequantize(rotated=True).T

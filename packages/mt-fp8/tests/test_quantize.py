@@ -11,7 +11,8 @@ from drawing import LAYOUTS, bits, hard, laid_out, same_bits
 from exact import magnitudes, nearest, step
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mt_fp8 import QTensor, Recipe, Scaling, amax_of, quantize, quantize_both, recipe
+from mt_fp8 import QTensor, Recipe, Scaling, quantize, recipe
+from mt_fp8.quantize import amax_of
 
 NAMES = ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4")
 FP4 = {"format": "e2m1", "scale": "nvfp4"}
@@ -242,20 +243,6 @@ def test_numbers_alone_and_rows_alone_can_be_quantised():
         assert torch.equal(q.dequantize(), quantize(x[None], SCALINGS[name]).dequantize()[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("role", ["input", "weight", "grad"])
-def test_both_orientations_are_those_of_two_calls(name, role):
-    x = hard(48, 80, seed=10)
-    how = recipe(name)
-    both = quantize_both(x, how, role, seed=3)
-    assert same_bits(both.row, quantize(x, how.scaling(role), seed=3))
-    across = how.scaling(role, column=True)
-    assert both.column.shape == (80, 48)
-    assert both.column.scaling == across
-    if not across.stochastic:
-        assert same_bits(both.column, quantize(x.mT, across))
-
-
 @pytest.mark.parametrize("name", SCALINGS)
 def test_transposes_are_exact_where_there_is_one(name):
     x = hard(2, 37, 53, seed=11)
@@ -309,8 +296,8 @@ def test_wrong_arguments_are_named():
         quantize(x[:, :17], Scaling(block="row", hadamard=True))
     with pytest.raises(ValueError, match="amax must be numbers of the shape"):
         quantize(x, Scaling(block="row"), amax=torch.ones(4))
-    with pytest.raises(ValueError, match="leaves weight as it is"):
-        quantize_both(x, Recipe(name="own", input=Scaling(), weight=None, grad=None), "weight")
+    with pytest.raises(ValueError, match="leaves input as it is"):
+        quantize(x, Recipe(name="own", input=None, weight=Scaling(), grad=None))
     with pytest.raises(ValueError, match="no pairs of codes"):
         quantize(torch.ones(()), Scaling(format="e2m1"))
     q = quantize(x, Scaling())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from drawing import LAYOUTS, hard, laid_out, same_bits
 from exact import magnitudes, step
-from mt_fp8 import Scaling, quantize, quantize_both
+from mt_fp8 import Scaling, quantize
 from mt_kernels import random_bits
 
 FORMATS = ("e4m3", "e5m2", "e2m1")
@@ -57,9 +57,6 @@ def test_bits_depend_on_seed_and_place_alone():
     assert torch.equal(torch.get_rng_state(), state)
     assert same_bits(quantize(x, scaling, seed=torch.tensor(11)), plain)
     assert not same_bits(quantize(x, scaling, seed=12), plain)
-    both = quantize_both(x, scaling, seed=11)
-    assert same_bits(both.row, plain)
-    assert not torch.equal(both.row.dequantize(), both.column.dequantize().mT)
 
 
 def test_nvfp4_at_random_is_right_in_the_mean():

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from mt_fp8.delayed import DelayedState
-from mt_fp8.delayed_scales import DelayedScales, end_step
+from mt_fp8.delayed import DelayedScales, end_step
 from mt_fp8.linear import QuantizedLinear, convert_linears, update_scales
 from mt_fp8.matmul import matmul
 from mt_fp8.operand import Operand
 from mt_fp8.primary import PrimaryWeights
 from mt_fp8.products import Products, Split
 from mt_fp8.qtensor import QTensor
-from mt_fp8.quantize import Both, amax_of, quantize, quantize_both
+from mt_fp8.quantize import quantize
 from mt_fp8.recipe import Recipe, recipe
 from mt_fp8.scaling import Scaling
 
 __all__ = [
-    "Both",
     "DelayedScales",
-    "DelayedState",
     "Operand",
     "PrimaryWeights",
     "Products",
@@ -26,12 +23,10 @@ __all__ = [
     "Recipe",
     "Scaling",
     "Split",
-    "amax_of",
     "convert_linears",
     "end_step",
     "matmul",
     "quantize",
-    "quantize_both",
     "recipe",
     "update_scales",
 ]

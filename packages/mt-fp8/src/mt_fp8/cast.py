@@ -23,14 +23,12 @@ class CastKernel(NamedTuple):
     """The two functions of a kernel that quantises.
 
     Attributes:
-        amax: Takes a tensor, whether to rotate it first, and whether to transpose it; returns its
-            largest finite magnitude.
-        cast: Takes a tensor, a job for its rows and one for the rows of its transpose, either of
-            which may be None; returns codes and scales for each job.
+        amax: Takes a tensor, and whether to rotate it first; returns its largest finite magnitude.
+        cast: Takes a tensor and a job; returns codes and scales.
     """
 
-    amax: Callable[[Tensor, bool, bool], Tensor]
-    cast: Callable[[Tensor, Job | None, Job | None], list[tuple[Tensor, Tensor]]]
+    amax: Callable[[Tensor, bool], Tensor]
+    cast: Callable[[Tensor, Job], tuple[Tensor, Tensor]]
 
 
 def largest(x: Tensor, scaling: Scaling, shape: Sequence[int]) -> Tensor:
@@ -51,17 +49,11 @@ def values_of(x: Tensor, *, hadamard: bool) -> Tensor:
     return rotate(x)
 
 
-def _amax(x: Tensor, hadamard: bool, across: bool) -> Tensor:  # noqa: FBT001 - a kernel's own
-    values = values_of(x.mT if across else x, hadamard=hadamard)
-    return largest(values, Scaling(), values.shape)
+def _amax(x: Tensor, hadamard: bool) -> Tensor:  # noqa: FBT001 - a kernel's own
+    return largest(values_of(x, hadamard=hadamard), Scaling(), x.shape)
 
 
-def _cast(x: Tensor, along: Job | None, across: Job | None) -> list[tuple[Tensor, Tensor]]:
-    pairs = ((along, x), (across, x if across is None else x.mT))
-    return [_one(y, job) for job, y in pairs if job is not None]
-
-
-def _one(x: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+def _cast(x: Tensor, job: Job) -> tuple[Tensor, Tensor]:
     scaling = job.scaling
     blocks = in_blocks(values_of(x, hadamard=scaling.hadamard), scaling)
     if scaling.scale == "nvfp4" and job.factor is not None:
@@ -93,16 +85,16 @@ def _marked(scales: Tensor, blocks: Tensor, scaling: Scaling) -> Tensor:
     return torch.where(bad, nan, scales.view(torch.uint8)).view(scales.dtype)
 
 
-def _triton_amax(x: Tensor, hadamard: bool, across: bool) -> Tensor:  # noqa: FBT001
+def _triton_amax(x: Tensor, hadamard: bool) -> Tensor:  # noqa: FBT001
     from mt_fp8.gpu.cast import amax
 
-    return amax(x, hadamard=hadamard, across=across)
+    return amax(x, hadamard=hadamard)
 
 
-def _triton_cast(x: Tensor, along: Job | None, across: Job | None) -> list[tuple[Tensor, Tensor]]:
+def _triton_cast(x: Tensor, job: Job) -> tuple[Tensor, Tensor]:
     from mt_fp8.gpu.cast import cast
 
-    return cast(x, along, across)
+    return cast(x, job)
 
 
 def _triton_obstacle(x: Tensor, scaling: Scaling, has_factor: bool) -> str | None:  # noqa: FBT001

@@ -3,153 +3,174 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from mt_files import check_type, shorten
-from torch import Tensor
+from mt_files import check_type
+from torch import Tensor, nn
 
 from mt_fp8.recipe import ROLES, Recipe, Role
 from mt_fp8.scale import factor_of
 
+_BUFFERS = ("history", "factor")
 _NOT_RUN = -1.0
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DelayedState:
-    """What delayed scaling knows of the input, the weight and the gradient of a linear layer.
+class DelayedScales(nn.Module):
+    """The state of delayed scaling of one layer, in buffers that are changed in place.
 
-    A value: each method returns another one. Many layers make one state with more dims, by
-    stacking their tensors, and are updated by one all-reduce.
+    A step's factors stay what they are while it runs, however many micro-batches and recomputations
+    it has; what it finds is noted, and `end_step` makes the next step's factors of that. Before
+    the first `end_step` nothing is known, and each tensor is scaled by its own magnitude.
+
+    Args:
+        recipe: A recipe with delayed scaling.
+        device: Device of the state.
 
     Attributes:
+        recipe: The recipe.
         history: Largest magnitudes. Row 0 is this step's, -1 for a tensor that was not seen; the
             rows after it are earlier steps, with the latest at the end.
         factor: What elements are multiplied by in this step.
 
     Shape:
-        history: [length, ..., 3] of fp32: input, weight, grad.
-        factor: [..., 3] of fp32.
+        history: [recipe.history, 3]. factor: [3]. Both fp32, whatever the module is converted to;
+            the last dim is input, weight and grad.
 
     Raises:
-        TypeError: A tensor is of another type.
-        ValueError: Shapes don't fit.
+        ValueError: The recipe is not one of delayed scaling.
 
     Example:
         >>> from mt_fp8 import recipe
-        >>> how = recipe("delayed")
-        >>> state = DelayedState.new(how).recorded("input", torch.tensor(2.0)).updated(how)
-        >>> state.factor.tolist()
+        >>> scales = DelayedScales(recipe("delayed"))
+        >>> scales.note("input", torch.tensor(2.0))
+        >>> end_step([scales])
+        >>> scales.factor.tolist()
         [224.0, 1.0, 1.0]
     """
 
     history: Tensor
     factor: Tensor
 
-    def __post_init__(self) -> None:
-        for name in ("history", "factor"):
-            tensor = getattr(self, name)
-            check_type(name, tensor, Tensor)
-            if tensor.dtype != torch.float32:
-                raise TypeError(f"{name} must be fp32, got {tensor.dtype}")
-        history, factor = tuple(self.history.shape), tuple(self.factor.shape)
-        if not history or not history[0] or history[1:] != factor or factor[-1:] != (len(ROLES),):
-            raise ValueError(
-                f"history must be [length, ..., 3] and factor [..., 3], got {history} and {factor}"
-            )
-
-    @classmethod
-    def new(cls, recipe: Recipe, *, device: torch.device | str | None = None) -> DelayedState:
-        """Return the state before the first step, whose factors are 1.
-
-        Raises:
-            ValueError: The recipe is not one of delayed scaling.
-        """
+    def __init__(self, recipe: Recipe, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
         check_type("recipe", recipe, Recipe)
         if not recipe.history:
             raise ValueError(
                 f"recipe {recipe.name!r} has no history, so its scales are of the tensor itself; "
                 "use recipe('delayed')"
             )
+        self.recipe, self._knows = recipe, False
         history = torch.zeros(recipe.history, len(ROLES), device=device)
         history[0] = _NOT_RUN
-        return cls(history=history, factor=torch.ones(len(ROLES), device=device))
+        self.register_buffer("history", history)
+        self.register_buffer("factor", torch.ones(len(ROLES), device=device))
+        self.register_load_state_dict_post_hook(lambda module, _: module.resume())
 
-    def factor_of(self, role: Role) -> Tensor:
-        """Return the factor of this step, as `quantize` takes it.
-
-        Shape:
-            Returns [...]; [] for one layer.
-        """
-        return self.factor[..., _place(role)]
-
-    def recorded(self, role: Role, amax: Tensor) -> DelayedState:
-        """Return the state with a magnitude of this step, of which the largest counts.
-
-        To record the same again changes nothing, so recomputation may. Evaluation must not record.
+    def of(self, role: Role) -> Tensor | None:
+        """Return what a tensor is multiplied by; None where its own magnitude says it.
 
         Shape:
-            amax: [...], as of `factor_of`.
+            Returns [].
         """
-        place = _place(role)
-        check_type("amax", amax, Tensor)
-        if amax.shape != self.factor.shape[:-1]:
-            raise ValueError(
-                f"amax must have the shape {tuple(self.factor.shape[:-1])}, got {tuple(amax.shape)}"
-            )
-        history = self.history.clone()
-        history[0, ..., place] = torch.maximum(history[0, ..., place], amax.to(torch.float32))
-        return dataclasses.replace(self, history=history)
+        return self.factor[ROLES.index(role)] if self._knows else None
 
-    def updated(self, recipe: Recipe, *, group: dist.ProcessGroup | None = None) -> DelayedState:
-        """Return the state of the next step.
+    def note(self, role: Role, amax: Tensor) -> None:
+        """Take note of a magnitude of this step; the largest counts.
 
-        A factor stays where the magnitude that counts is 0 or not finite. The history of a tensor
-        that no rank has seen stays too.
+        To note the same again changes nothing, so recomputation may. Evaluation must not.
 
-        Args:
-            recipe: As in `new`.
-            group: Ranks with other parts of the same tensors, which all call this: magnitudes of
-                this step are reduced over it (MAX).
-
-        Raises:
-            ValueError: The recipe has another length of history.
+        Shape:
+            amax: [].
         """
-        if recipe.history != len(self.history):
-            raise ValueError(
-                f"recipe {recipe.name!r} has a history of {recipe.history}, and the state one of "
-                f"{len(self.history)}; begin with DelayedState.new(recipe)"
-            )
-        history = self.history.clone()
+        own = self.history[0, ROLES.index(role)]
+        torch.maximum(own, amax.to(own), out=own)
+
+    def resume(self) -> None:
+        """Go on from what the buffers were filled with; waits for the device."""
+        self._knows = bool(_have_factors(self.factor))
+
+    def take(self, history: Tensor, factor: Tensor, *, has_run: bool) -> None:
+        """Begin the next step; until a layer has run, its factors say nothing."""
+        self.history.copy_(history)
+        self.factor.copy_(factor)
+        self._knows = has_run
+
+    def extra_repr(self) -> str:
+        """What torch prints."""
+        return f"length={self.recipe.history}, largest={self.recipe.largest!r}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> DelayedScales:  # noqa: FBT001, FBT002 - torch's own
+        """Take over a device, and no dtype."""
+        kept = {name: getattr(self, name) for name in _BUFFERS}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            after = getattr(self, name)
+            if after.dtype != before.dtype:
+                setattr(self, name, before.to(after.device))
+        return self
+
+
+@torch.no_grad()
+def end_step(
+    layers: Sequence[DelayedScales], *groups: dist.ProcessGroup | None, may_rest: bool = False
+) -> None:
+    """End a step of delayed scaling for layers of one recipe.
+
+    One all-reduce (MAX) in each group of the magnitudes that all layers noted; the host waits for
+    nothing, but with `may_rest`. A factor stays where the magnitude that counts is 0 or not finite.
+    The history of a tensor that no rank has seen stays too.
+
+    Args:
+        layers: The same ones in the same order on all ranks of a group.
+        *groups: Groups whose ranks agree on the factors; `None` is this rank alone.
+        may_rest: Whether a layer may not have run yet on any rank, as an expert without tokens:
+            such a one goes on as before its first step. The host asks the device, once for all.
+
+    Raises:
+        ValueError: The layers have several recipes.
+    """
+    if not layers:
+        return
+    recipe = layers[0].recipe
+    if any(each.recipe != recipe for each in layers):
+        raise ValueError("layers of one recipe end a step together; call this for each recipe")
+    history = torch.stack([each.history for each in layers], 1)
+    factor = torch.stack([each.factor for each in layers])
+    for group in groups:
         if group is not None:
-            staged = history[0].contiguous()
-            dist.all_reduce(staged, op=dist.ReduceOp.MAX, group=group)
-            history[0] = staged
-        amax = history[0] if recipe.largest == "most_recent" else history.amax(0)
-        has_run = ~(history[0] < 0)
-        rolled = history.roll(-1, 0)
-        rolled[0] = _NOT_RUN
-        return DelayedState(
-            history=torch.where(has_run, rolled, history),
-            factor=torch.where(
-                has_run & amax.isfinite() & (amax > 0), self._wanted(amax, recipe), self.factor
-            ),
-        )
-
-    def _wanted(self, amax: Tensor, recipe: Recipe) -> Tensor:
-        wanted = []
-        for place, role in enumerate(ROLES):
-            scaling = recipe.scaling(role)
-            if scaling is None:
-                wanted.append(self.factor[..., place])
-                continue
-            scaling = dataclasses.replace(scaling, margin=scaling.margin + recipe.margin)
-            wanted.append(factor_of(amax[..., place], scaling))
-        return torch.stack(wanted, -1)
+            dist.all_reduce(history[0], op=dist.ReduceOp.MAX, group=group)
+    amax = history[0] if recipe.largest == "most_recent" else history.amax(0)
+    has_run = ~(history[0] < 0)
+    is_usable = has_run & amax.isfinite() & (amax > 0)
+    factor = torch.where(is_usable, _wanted(amax, factor, recipe), factor)
+    rolled = history.roll(-1, 0)
+    rolled[0] = _NOT_RUN
+    history = torch.where(has_run, rolled, history)
+    knows = _have_factors(factor).tolist() if may_rest else [True] * len(layers)
+    for each, *state, known in zip(layers, history.unbind(1), factor.unbind(), knows, strict=True):
+        each.take(*state, has_run=known)
 
 
-def _place(role: Role) -> int:
-    if role not in ROLES:
-        raise ValueError(f"role must be input, weight or grad; got {shorten(role)}")
-    return ROLES.index(role)
+def _wanted(amax: Tensor, factor: Tensor, recipe: Recipe) -> Tensor:
+    """Return the factors that magnitudes ask for.
+
+    Shape:
+        amax, factor: [layers, 3]. Returns the same.
+    """
+    wanted = []
+    for place, role in enumerate(ROLES):
+        scaling = recipe.scaling(role)
+        if scaling is None:
+            wanted.append(factor[:, place])
+            continue
+        scaling = dataclasses.replace(scaling, margin=scaling.margin + recipe.margin)
+        wanted.append(factor_of(amax[:, place], scaling))
+    return torch.stack(wanted, -1)
+
+
+def _have_factors(factor: Tensor) -> Tensor:
+    """Say which layers' factors were ever made; until then they are 1."""
+    return (factor != 1).any(-1)

@@ -1,4 +1,4 @@
-"""One orientation of a tensor that a kernel quantises."""
+"""How a kernel quantises one tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mt_fp8.scaling import Scaling
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One orientation of a tensor.
+    """How a kernel quantises one tensor.
 
     Attributes:
         scaling: How it is quantised.

@@ -12,7 +12,7 @@ from mt_files import check_type, did_you_mean, shorten
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mt_fp8.delayed_scales import end_step
+from mt_fp8.delayed import end_step
 from mt_fp8.products import Products, products_of
 from mt_fp8.recipe import Recipe
 from mt_fp8.recipe import recipe as recipe_of

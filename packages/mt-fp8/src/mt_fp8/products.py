@@ -16,7 +16,7 @@ from mt_kernels import Selector
 from torch import Tensor, nn
 
 from mt_fp8.cast import CAST_KERNELS, CastKernel
-from mt_fp8.delayed_scales import DelayedScales
+from mt_fp8.delayed import DelayedScales
 from mt_fp8.matmul import MATMUL_KERNELS, MatmulKernel, matmul
 from mt_fp8.operand import Form, Operand
 from mt_fp8.qtensor import QTensor

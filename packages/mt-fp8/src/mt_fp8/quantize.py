@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from mt_files import check_type
@@ -20,19 +18,6 @@ from mt_fp8.scale import factor_of, known, scale_of
 from mt_fp8.scaling import Scaling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_COLUMN_SEED = 0x2545F4914F6CDD1D  # bits of their own for the second orientation
-
-
-class Both(NamedTuple):
-    """A tensor quantised along its rows, and its transpose along its own.
-
-    Attributes:
-        row: The quantised x.
-        column: The quantised x.mT.
-    """
-
-    row: QTensor
-    column: QTensor
 
 
 def quantize(
@@ -84,58 +69,7 @@ def quantize(
     else:
         whole = _own_factor(factor, x, scaling)
     job = Job(scaling, whole, seed)
-    return _assembled(x, job, *chosen.cast(x, job, None)[0])
-
-
-def quantize_both(
-    x: Tensor,
-    how: Recipe | Scaling | str,
-    role: Role = "input",
-    *,
-    amax: Tensor | None = None,
-    factor: Tensor | None = None,
-    seed: int | Tensor | None = None,
-    kernel: str | Selector[CastKernel] = AUTO,
-) -> Both:
-    """Quantise a tensor along its rows, and its transpose of the last two dims along its own.
-
-    Both have the codes and scales of `quantize(x)` and `quantize(x.mT)`, but read the tensor once
-    where a kernel can: for the codes, and for what scales of the whole tensor need to know of it.
-
-    Args:
-        x: As in `quantize`; flatten the batch of activations first.
-        how: A scaling for both; or a recipe or its name, which gives the scaling of `role`.
-        role: What the tensor is to a linear layer: input, weight or grad.
-        amax: As in `quantize`, where both are scaled as a whole; for a tensor split over ranks the
-            largest magnitude of all, from `amax_of` and an all-reduce (MAX).
-        factor: As in `quantize`, where both are scaled as a whole.
-        seed: As in `quantize`. Where scales run along rows, the transpose has bits of its own.
-        kernel: As in `quantize`.
-
-    Shape:
-        x: [..., rows, columns].
-
-    Raises:
-        TypeError: As in `quantize`.
-        ValueError: As in `quantize`; or the tensor has one dim.
-    """
-    along, across = scaling_of(how, role), scaling_of(how, role, column=True)
-    _check(x, along, seed)
-    if x.dim() < 2:
-        raise ValueError(f"x must have rows and columns, got the shape {tuple(x.shape)}")
-    _check(x.mT, across, seed)
-    if along == across and along.is_square and along.stochastic:
-        row = quantize(x, along, amax=amax, factor=factor, seed=seed, kernel=kernel)
-        return Both(row, row.transposed())
-    chosen = _chosen(kernel, x, along, amax if factor is None else factor)
-    if factor is not None:
-        factors = [_own_factor(factor, y, s) for y, s in ((x, along), (x.mT, across))]
-    else:
-        factors = _both_factors(x, along, across, amax, chosen)
-    other = None if seed is None else seed ^ _COLUMN_SEED
-    jobs = Job(along, factors[0], seed), Job(across, factors[1], other)
-    row, column = chosen.cast(x, *jobs)
-    return Both(_assembled(x, jobs[0], *row), _assembled(x.mT, jobs[1], *column))
+    return _assembled(x, job, *chosen.cast(x, job))
 
 
 def amax_of(x: Tensor, how: Recipe | Scaling | str) -> Tensor:
@@ -209,10 +143,9 @@ def _chosen(
     return CAST_KERNELS.find(kernel, x, scaling, has_factor).function
 
 
-def _amax(x: Tensor, scaling: Scaling, kernel: CastKernel, *, across: bool = False) -> Tensor:
+def _amax(x: Tensor, scaling: Scaling, kernel: CastKernel) -> Tensor:
     if scaling.block == "tensor" or scaling.scale == "nvfp4":
-        return kernel.amax(x, scaling.hadamard, across)
-    x = x.mT if across else x
+        return kernel.amax(x, scaling.hadamard)
     return largest(in_blocks(values_of(x, hadamard=scaling.hadamard), scaling), scaling, x.shape)
 
 
@@ -239,19 +172,6 @@ def _whole_factor(x: Tensor, scaling: Scaling, amax: Tensor | None) -> Tensor | 
         return None
     shape = () if scaling.scale == "nvfp4" else scales_shape(x.shape, scaling)
     return factor_of(_fitting("amax", amax, shape, x.device), scaling)
-
-
-def _both_factors(
-    x: Tensor, along: Scaling, across: Scaling, amax: Tensor | None, kernel: CastKernel
-) -> list[Tensor | None]:
-    if amax is None and not along.is_whole:
-        return [None, None]
-    one = _amax(x, along, kernel) if amax is None else amax
-    if amax is not None or (along.spans_rows and along.hadamard == across.hadamard):
-        other = one
-    else:
-        other = _amax(x, across, kernel, across=True)
-    return [_whole_factor(x, along, one), _whole_factor(x.mT, across, other)]
 
 
 def _own_factor(factor: Tensor, x: Tensor, scaling: Scaling) -> Tensor:

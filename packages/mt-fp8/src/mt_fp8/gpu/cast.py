@@ -1,11 +1,11 @@
-"""Quantising in Triton: a program reads a tile once, and writes it along rows, columns or both."""
+"""Quantising in Triton: a program reads a tile, and writes its codes and scales."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -67,18 +67,23 @@ def _decoded(code):
 
 
 @triton.jit
-def _cast(
-    x, batch, top, left, rows, columns, blocks, Y, SCALES, FACTOR, WORDS,
+def _kernel(
+    X, Y, SCALES, FACTOR, WORDS, batch_stride, row_stride, rows, columns, blocks,
     FORMAT: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr, KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     MARGIN: tl.constexpr, EPS: tl.constexpr, HADAMARD: tl.constexpr, RANDOM: tl.constexpr,
     CASTS: tl.constexpr, SIGNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one tile along its rows; Y and SCALES belong to the tile's matrix."""
+    """Quantise one tile along its rows."""
+    batch = tl.program_id(2).to(tl.int64)
+    top = tl.program_id(0) * TILE
+    left = tl.program_id(1) * TILE
     row = top + tl.arange(0, TILE)
     column = left + tl.arange(0, TILE)
     here = (row < rows)[:, None] & (column < columns)[None, :]
+    at = batch * batch_stride + row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    x = tl.load(X + at, mask=here, other=0.0).to(tl.float32)
     if HADAMARD:
         x = rotate(x, SIGNS, TILE, TILE)
     if KIND == "tensor":
@@ -133,51 +138,15 @@ def _cast(
 
 
 @triton.jit
-def _kernel(
-    X, Y, SCALES, FACTOR, WORDS, Y_T, SCALES_T, FACTOR_T, WORDS_T,
-    batch_stride, row_stride, rows, columns, blocks, blocks_t,
-    ALONG: tl.constexpr, ACROSS: tl.constexpr, HADAMARD: tl.constexpr, HADAMARD_T: tl.constexpr,
-    FORMAT: tl.constexpr, MAX: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr,
-    HIGHEST: tl.constexpr, KIND: tl.constexpr, UP: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MARGIN: tl.constexpr, EPS: tl.constexpr, RANDOM: tl.constexpr, CASTS: tl.constexpr,
-    SIGNS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    batch = tl.program_id(2).to(tl.int64)
-    top = tl.program_id(0) * TILE
-    left = tl.program_id(1) * TILE
-    row = top + tl.arange(0, TILE)
-    column = left + tl.arange(0, TILE)
-    here = (row < rows)[:, None] & (column < columns)[None, :]
-    at = batch * batch_stride + row.to(tl.int64)[:, None] * row_stride + column[None, :]
-    x = tl.load(X + at, mask=here, other=0.0)
-    if ALONG:
-        _cast(
-            x.to(tl.float32), batch, top, left, rows, columns, blocks, Y, SCALES, FACTOR, WORDS,
-            FORMAT, MAX, MANTISSA, LOWEST, HIGHEST, KIND, UP, HEIGHT, WIDTH, MARGIN, EPS, HADAMARD,
-            RANDOM, CASTS, SIGNS, TILE,
-        )  # fmt: skip
-    if ACROSS:
-        _cast(
-            tl.trans(x).to(tl.float32), batch, left, top, columns, rows, blocks_t, Y_T, SCALES_T,
-            FACTOR_T, WORDS_T,
-            FORMAT, MAX, MANTISSA, LOWEST, HIGHEST, KIND, UP, HEIGHT, WIDTH, MARGIN, EPS,
-            HADAMARD_T, RANDOM, CASTS, SIGNS, TILE,
-        )  # fmt: skip
-
-
-@triton.jit
 def _amax_kernel(
     X, AMAX, batch_stride, row_stride, rows, columns,
-    HADAMARD: tl.constexpr, ACROSS: tl.constexpr, SIGNS: tl.constexpr, TILE: tl.constexpr,
+    HADAMARD: tl.constexpr, SIGNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     here = (row < rows)[:, None] & (column < columns)[None, :]
     at = row.to(tl.int64)[:, None] * row_stride + column[None, :]
     x = tl.load(X + tl.program_id(2).to(tl.int64) * batch_stride + at, mask=here, other=0.0)
-    if ACROSS:
-        x = tl.trans(x)
     x = x.to(tl.float32)
     if HADAMARD:
         x = rotate(x, SIGNS, TILE, TILE)
@@ -186,7 +155,7 @@ def _amax_kernel(
     tl.atomic_max(AMAX, tl.max(tl.max(size, 1), 0))
 
 
-def amax(x: Tensor, *, hadamard: bool, across: bool) -> Tensor:
+def amax(x: Tensor, *, hadamard: bool) -> Tensor:
     """Return the largest finite magnitude of a tensor, or of the rotated one; fp32 []."""
     x = _matrices(x)
     found = x.new_zeros((), dtype=torch.float32)
@@ -194,62 +163,44 @@ def amax(x: Tensor, *, hadamard: bool, across: bool) -> Tensor:
     if x.numel():
         _amax_kernel[_grid(x, tile)](
             x, found, x.stride(0), x.stride(1), x.shape[1], x.shape[2],
-            HADAMARD=hadamard, ACROSS=across, SIGNS=_SIGNS, TILE=tile, num_warps=4,
+            HADAMARD=hadamard, SIGNS=_SIGNS, TILE=tile, num_warps=4,
         )  # fmt: skip
     return found
 
 
-class _Target(NamedTuple):
-    """Where one orientation is written, and what it is made of."""
-
-    data: Tensor
-    scales: Tensor
-    factor: Tensor | None
-    words: Tensor | None
-    blocks: int
-    dtype: torch.dtype
-
-
-_NONE = (None, None, None, None)
-
-
-def cast(x: Tensor, along: Job | None, across: Job | None) -> list[tuple[Tensor, Tensor]]:
-    """Return codes and scales of the jobs, along the rows of `x` and along the rows of `x.mT`."""
-    row = None if along is None else _target(along, x)
-    column = None if across is None else _target(across, x.mT)
-    numbers = constants(along and along.scaling, across and across.scaling, casts=_casts(x.device))
-    matrices = _matrices(x)
+def cast(x: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    """Return the codes and scales of a tensor."""
+    scaling, shape, matrices = job.scaling, tuple(x.shape), _matrices(x)
+    data = x.new_empty((*shape[:-1], -(-shape[-1] // scaling.elements.per_byte)), dtype=torch.uint8)
+    dtype = SCALE_DTYPES[scaling.scale]
+    if job.factor is None or scaling.scale == "nvfp4":
+        stored = torch.uint8 if dtype.itemsize == 1 else dtype
+        scales = x.new_empty(scales_shape(shape, scaling), dtype=stored)
+    else:
+        scales = scale_of(job.factor, scaling)
+    factor = None if job.factor is None else job.factor.contiguous()
+    words = None if job.seed is None else _words(job.seed, x.device)
+    numbers = constants(scaling, casts=_casts(x.device))
     if x.numel():
         _kernel[_grid(matrices, numbers["TILE"])](
-            matrices, *(row or _NONE)[:4], *(column or _NONE)[:4],
-            *matrices.stride()[:2], *matrices.shape[1:], row.blocks if row else 0,
-            column.blocks if column else 0, **numbers, num_warps=warps(numbers["TILE"]),
+            matrices, data, scales, factor, words, *matrices.stride()[:2], *matrices.shape[1:],
+            math.prod(scales.shape[-2:]), **numbers, num_warps=warps(numbers["TILE"]),
         )  # fmt: skip
-    return [
-        (target.data.view(job.scaling.elements.dtype), target.scales.view(target.dtype))
-        for job, target in ((along, row), (across, column))
-        if job is not None and target is not None
-    ]
+    return data.view(scaling.elements.dtype), scales.view(dtype)
 
 
-def constants(along: Scaling | None, across: Scaling | None, *, casts: bool) -> dict[str, Any]:
+def constants(scaling: Scaling, *, casts: bool) -> dict[str, Any]:
     """Return what a kernel is compiled for.
 
     Args:
-        along: Scaling along rows, or None.
-        across: Along columns; the same but for a rotation.
+        scaling: Scaling of the tensor.
         casts: Whether the device rounds to both formats of FP8 itself.
     """
-    scaling = along or across
-    assert scaling is not None, "one orientation at least is wanted"  # noqa: S101
     form = scaling.elements
     tile = 64 if isinstance(scaling.block, str) else max(64, *scaling.block)
     height, width = (1, tile) if isinstance(scaling.block, str) else scaling.block
     return {
-        "ALONG": along is not None,
-        "ACROSS": across is not None,
-        "HADAMARD": along is not None and along.hadamard,
-        "HADAMARD_T": across is not None and across.hadamard,
+        "HADAMARD": scaling.hadamard,
         "FORMAT": form.name,
         "MAX": form.max,
         "MANTISSA": form.mantissa,
@@ -271,20 +222,6 @@ def constants(along: Scaling | None, across: Scaling | None, *, casts: bool) -> 
 def warps(tile: int) -> int:
     """Return how many threads a program has, in groups of 32: each holds 32 elements."""
     return tile * tile // 1024
-
-
-def _target(job: Job, x: Tensor) -> _Target:
-    scaling, shape = job.scaling, tuple(x.shape)
-    data = x.new_empty((*shape[:-1], -(-shape[-1] // scaling.elements.per_byte)), dtype=torch.uint8)
-    dtype = SCALE_DTYPES[scaling.scale]
-    if job.factor is None or scaling.scale == "nvfp4":
-        stored = torch.uint8 if dtype.itemsize == 1 else dtype
-        scales = x.new_empty(scales_shape(shape, scaling), dtype=stored)
-    else:
-        scales = scale_of(job.factor, scaling)
-    factor = None if job.factor is None else job.factor.contiguous()
-    words = None if job.seed is None else _words(job.seed, x.device)
-    return _Target(data, scales, factor, words, math.prod(scales.shape[-2:]), dtype)
 
 
 def _words(seed: int | Tensor, device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from typing import cast
 
-from mt_fp8 import DelayedState, Recipe, Split
+from mt_fp8 import DelayedScales, Recipe, Split
 from mt_moe import GroupedLinear
 from mt_parallel_state import ParallelState, PartitionSpec, shard_param, sharding_of
 from mt_tensor_parallel import Gemm, QuantizedGemm, Role, TorchGemm
@@ -82,7 +82,7 @@ class LowPrecisionExperts:
 
     def _joined(self, recipe: Recipe) -> dict[str, Tensor]:
         """Store the experts' states as rows of one tensor, with a row for each local expert."""
-        new, gemms = DelayedState.new(recipe, device=self._layer.weight.device), self._layer.gemms
+        new, gemms = DelayedScales(recipe, device=self._layer.weight.device), self._layer.gemms
         rows = {
             "history": new.history.repeat(len(gemms.all), 1, 1),
             "factor": new.factor.repeat(len(gemms.all), 1),
