@@ -114,10 +114,34 @@ def test_command_runs_all_pages_and_counts_failures(root, capsys):
     (root / "README.md").write_text("```bash\ntrue\n```\n")
     (root / "docs").mkdir()
     (root / "docs" / "page.md").write_text("```bash\nfalse\n```\n")
-    assert run_docs.main([]) == 1
-    assert capsys.readouterr().out.endswith("2 pages and examples, 1 failed\n")
-    assert run_docs.main([str(root / "README.md")]) == 0
+    assert run_docs.main(["--fresh"]) == 1
+    output = capsys.readouterr().out
+    assert output.endswith("2 pages and examples, 1 failed\n")
+    assert run_docs.main(["--fresh", str(root / "README.md")]) == 0
     assert run_docs.main([str(root / "gone.md")]) == 2
+
+
+def test_pages_with_the_most_commands_start_first(root):
+    pages = {
+        "one": "```python\n1\n```\n",
+        "two": "```bash\na\nb\n```\n",
+        "none": "",
+        "bad": "```sh\n",
+    }
+    for name, text in pages.items():
+        (root / f"{name}.md").write_text(text)
+    found = sorted(pages, key=lambda name: -run_docs.length(root / f"{name}.md"))
+    assert found[:2] == ["two", "one"]
+
+
+def test_programs_of_a_folder_go_before_those_of_this_environment(root, tmp_path):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "python").write_text("#!/bin/sh\necho the stand-in of $1\nexit 1\n")
+    (own / "python").chmod(0o700)
+    (root / "page.md").write_text("```python\npass\n```\n")
+    assert run_docs.run_page(root / "page.md")
+    assert not run_docs.run_page(root / "page.md", own)
 
 
 def test_bash_blocks_find_the_programs_of_this_environment(root):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mt_testing.fake import fake_world
     from mt_testing.faults import KillAt, expect_kill
     from mt_testing.pool import RankPool
+    from mt_testing.programs import Programs
     from mt_testing.sampling import sample
     from mt_testing.strategies import layouts
     from mt_testing.syncs import HostSyncs
@@ -33,6 +34,7 @@ __all__ = [
     "DeviceWork",
     "HostSyncs",
     "KillAt",
+    "Programs",
     "RankDied",
     "RankFailure",
     "RankPool",
@@ -66,6 +68,7 @@ __getattr__ = resolve_later(
     fake="fake_world",
     faults="KillAt expect_kill",
     pool="RankPool",
+    programs="Programs",
     sampling="sample",
     strategies="layouts",
     syncs="HostSyncs",

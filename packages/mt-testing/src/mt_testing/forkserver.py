@@ -23,9 +23,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
+from typing import Literal
 
 from mt_testing.errors import PoolError, signal_name
 
@@ -53,9 +54,9 @@ SERVER_ENVIRONMENT = {
 
 _PR_SET_PDEATHSIG = 1
 _BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
+    "import sys, json; fresh = sys.path[1:]; sys.path[:] = json.loads(sys.argv[2]); "
     "from mt_testing.forkserver import serve; "
-    "serve(int(sys.argv[1]), json.loads(sys.argv[3]))"
+    "serve(int(sys.argv[1]), json.loads(sys.argv[3]), fresh)"
 )
 
 
@@ -120,15 +121,23 @@ class ForkServer:
             self._receive()
             timeout = 0.0
 
-    def fork(self, fds: Iterable[int], *, timeout: float = 60.0) -> int:
-        """Fork a rank that inherits these descriptors, and return its process id.
+    def fork(
+        self, fds: Iterable[int], *, role: Literal["rank", "programs"] = "rank", timeout: float = 60
+    ) -> int:
+        """Fork a process that inherits two descriptors, and return its process id.
+
+        Args:
+            fds: For a rank its connection and its notes; for a server of programs its listener and
+                its control connection.
+            role: What the process becomes.
+            timeout: Time limit in seconds.
 
         Raises:
             PoolError: The server has ended or does not answer.
         """
         self._forked = None
         try:
-            self.control.send(("fork",))
+            self.control.send(("fork", role))
             for fd in fds:
                 reduction.send_handle(self.control, fd, self._process.pid)
         except OSError as error:
@@ -182,8 +191,11 @@ class ForkServer:
             self._process.wait()
 
 
-def serve(control_fd: int, preload: list[str]) -> None:
-    """Run the server until the parent closes the control connection."""
+def serve(control_fd: int, preload: list[str], fresh_path: list[str]) -> None:
+    """Run the server until the parent closes the control connection.
+
+    `fresh_path` is the `sys.path` of a fresh interpreter, without what the parent added to it.
+    """
     control = Connection(control_fd)
     errors = _preload([*TORCH_MODULES, *_our_packages(), *preload])
     wake_read, wake_write = socket.socketpair()
@@ -205,7 +217,8 @@ def serve(control_fd: int, preload: list[str]) -> None:
                 for pid, status in _reap(children):
                     control.send(("exit", pid, status))
             if control in ready:
-                _obey(control, children, (control_fd, wake_read.fileno(), wake_write.fileno()))
+                private_fds = (control_fd, wake_read.fileno(), wake_write.fileno())
+                _obey(control, children, private_fds, fresh_path)
     for pid in children:
         _signal_group(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -213,7 +226,9 @@ def serve(control_fd: int, preload: list[str]) -> None:
     os._exit(0)  # the libraries' own clean-up prints, and there is nothing left to clean
 
 
-def _obey(control: Connection, children: set[int], private_fds: tuple[int, ...]) -> None:
+def _obey(
+    control: Connection, children: set[int], private_fds: tuple[int, ...], fresh_path: list[str]
+) -> None:
     kind, *values = control.recv()
     if kind == "signal":
         pid, number, whole_group = values
@@ -223,17 +238,30 @@ def _obey(control: Connection, children: set[int], private_fds: tuple[int, ...])
             else:
                 os.kill(pid, number)
         return
-    connection_fd, notes_fd = reduction.recv_handle(control), reduction.recv_handle(control)
+    first, second = reduction.recv_handle(control), reduction.recv_handle(control)
     pid = os.fork()
     if pid == 0:
-        _become_rank(connection_fd, notes_fd, private_fds)
-    os.close(connection_fd)
-    os.close(notes_fd)
+        role = {"rank": _be_rank, "programs": lambda a, b: _serve_programs(a, b, fresh_path)}
+        _become(lambda: role[values[0]](first, second), private_fds)
+    os.close(first)
+    os.close(second)
     children.add(pid)
     control.send(("forked", pid))
 
 
-def _become_rank(connection_fd: int, notes_fd: int, private_fds: tuple[int, ...]) -> None:
+def _be_rank(connection_fd: int, notes_fd: int) -> None:
+    from mt_testing.worker import run_worker
+
+    run_worker(Connection(connection_fd), notes_fd)
+
+
+def _serve_programs(listener_fd: int, control_fd: int, fresh_path: list[str]) -> None:
+    from mt_testing.program_server import serve
+
+    serve(listener_fd, control_fd, fresh_path)
+
+
+def _become(body: Callable[[], None], private_fds: tuple[int, ...]) -> None:
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -243,9 +271,7 @@ def _become_rank(connection_fd: int, notes_fd: int, private_fds: tuple[int, ...]
         os.setsid()  # its own process group, so that its children can be ended with it
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        from mt_testing.worker import run_worker
-
-        run_worker(Connection(connection_fd), notes_fd)
+        body()
         code = 0
     except BaseException:  # noqa: BLE001 - the last frame of a forked process
         traceback.print_exc()

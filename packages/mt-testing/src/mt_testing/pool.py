@@ -19,6 +19,7 @@ from typing import IO, Any, Literal, TypeVar
 
 from mt_testing.errors import PoolError, RankFailure
 from mt_testing.forkserver import ForkServer
+from mt_testing.programs import Programs
 from mt_testing.protocol import FINISH, Call
 from mt_testing.report import Outcome, trim_stack
 from mt_testing.shipping import dump_call
@@ -149,6 +150,18 @@ class RankPool:
         if failure is not None:
             raise failure
         return [pickle.loads(outcome.results[rank]) for rank in range(world_size)]  # noqa: S301
+
+    def programs(self, *preload: str) -> Programs:
+        """Return stand-ins for the interpreter and the `mt-*` programs, whose processes are forks.
+
+        Args:
+            *preload: Modules to import once for all programs, besides those of the fork server.
+
+        Raises:
+            PoolError: No processes could be started.
+        """
+        processes = self._processes or self._start()
+        return Programs(processes.server, preload, self._start_timeout)
 
     def close(self) -> None:
         """End all processes; a later call starts new ones."""
