@@ -31,10 +31,9 @@ EXAMPLES = ("packages/*/examples/*.py",)
 LIMIT_S = 180
 FRESH = "--fresh"
 HYPOTHESIS = "from hypothesis"  # it reads the source of every module that is loaded, for seconds
-# What blocks and programs import later than their packages.
-IMPORTED = ("mt_train.cli", "mt_train.session.run", "mt_infer.cli", "mt_hf.commands.cli")
-IMPORTED += ("mt_data.cli", "mt_infer.generation", "mt_model.attention.attention")
-IMPORTED += ("zarr", "tokenizers", "yaml", "tyro", "typeguard", "numpy.testing")
+# What programs import when they begin: modules of ours by the names of their files, and others.
+BEGINNINGS = ("cli.py", "run.py", "generation.py")
+IMPORTED = ("zarr", "tokenizers", "yaml", "tyro", "typeguard", "numpy.testing")
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "dist", "build")
 
 
@@ -171,7 +170,11 @@ def forked_programs() -> Iterator[Path]:
     """Give a folder with programs that are forks of a process with torch."""
     from mt_testing import RankPool
 
-    with RankPool() as pool, pool.programs(*IMPORTED) as programs:
+    sources = [
+        file for name in BEGINNINGS for file in sorted(ROOT.glob(f"packages/*/src/**/{name}"))
+    ]
+    ours = [".".join(file.relative_to(ROOT).with_suffix("").parts[3:]) for file in sources]
+    with RankPool() as pool, pool.programs(*ours, *IMPORTED) as programs:
         yield programs.folder
 
 
