@@ -5,7 +5,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mt_fusions.norms.form import Form
-from mt_fusions.norms.norm import _backward, _forward, norm_reference
+from mt_fusions.norms.norm import (
+    LAYER_NORM_KERNELS,
+    RMS_NORM_KERNELS,
+    _backward,
+    _forward,
+    norm_reference,
+)
 from oracle import DEVICE, Graph, as_fp64, assert_close, drawn, gradients
 
 EPS = 1e-5
@@ -84,8 +90,8 @@ def test_a_block_boundary_is_no_seam():
 
 def test_triton_takes_rows_of_half_the_length_that_rms_norm_has():
     wide = torch.empty(1, 16384)
-    assert "8192" in mt_fusions.obstacles("layer_norm", wide)["triton"]
-    assert "16384" not in (mt_fusions.obstacles("rms_norm", wide)["triton"] or "")
+    assert "8192" in LAYER_NORM_KERNELS.obstacles(wide)["triton"]
+    assert "16384" not in (RMS_NORM_KERNELS.obstacles(wide)["triton"] or "")
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

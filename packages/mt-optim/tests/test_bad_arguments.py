@@ -20,7 +20,6 @@ from mt_optim import (
     build_optimizer,
     clip_grad_norm,
     default_decay_filter,
-    fused_obstacle,
     grad_norm,
     is_hidden_matrix,
     mup_overrides,
@@ -38,7 +37,7 @@ NAMED = tuple(nn.Linear(4, 2).named_parameters())
 SCHEDULE = {"kind": "wsd", "max_lr": 1.0, "warmup": 2, "decay": 9, "wsd_anneal": 3}
 GOOD = [
     (AdamW, {"params": NAMED, "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}),
-    (AdamW, {"params": NAMED, "decay_filter": default_decay_filter, "engine": "auto"}),
+    (AdamW, {"params": NAMED, "decay_filter": default_decay_filter}),
     (SGD, {"params": NAMED, "momentum": 0.9, "dampening": 0.0, "nesterov": True}),
     (Lion, {"params": NAMED, "lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
     (OptimizerConfig, {"name": "adamw", "lr": 1e-3, "max_norm": 1.0, "skip_above": 2.0}),
@@ -66,7 +65,6 @@ GOOD = [
     (grad_norm, {"named_params": NAMED, "state": STATE}),
     (clip_grad_norm, {"named_params": NAMED, "state": STATE, "max_norm": 1.0}),
     (default_decay_filter, {"name": "a", "param": torch.ones(2, 2)}),
-    (fused_obstacle, {"param": torch.ones(2)}),
     (SOAP, {"params": NAMED, "lr": 1e-3, "betas": (0.9, 0.95), "frequency": 2}),
     (EMA, {"optimizer": AdamW(NAMED), "decay": 0.9}),
     (EMA(AdamW(NAMED), 0.9).value, {"name": "weight"}),

@@ -8,13 +8,15 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 from mt_files import check_type
-from mt_kernels import AUTO, Candidate, Registry, Selector
+from mt_kernels import AUTO, Candidate, Registry, Selector, triton_obstacle
 from torch import Tensor
 
 from mt_fp8.qtensor import QTensor
+from mt_fp8.transformer_engine import engine_matmul, engine_obstacle
 
 _HALF = (torch.bfloat16, torch.float16)
 _FP8 = ("e4m3", "e5m2")
+_BLOCK_COLUMNS = (32, 64, 128)  # of a block that a tile of the Triton kernel may have
 
 
 MatmulKernel: TypeAlias = Callable[[QTensor, QTensor, Tensor | None, torch.dtype], Tensor]
@@ -135,29 +137,36 @@ def _cpu_obstacle(a: QTensor, b: QTensor, dtype: torch.dtype) -> str | None:
 
 
 def _triton(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    from mt_fp8.block_matmul import block_matmul
+    """Multiply each block of columns in tensor cores, and sum in fp32."""
+    from mt_fp8.gpu.block_matmul import launch
 
-    y = block_matmul(a, b, torch.float32 if bias is not None else dtype)
+    wide = torch.float32 if bias is not None else dtype
+    y = torch.empty(a.shape[0], b.shape[0], dtype=wide, device=a.device)
+    if y.numel():
+        launch(a, b, y)
     return y if bias is None else y.add_(bias).to(dtype)
 
 
 def _triton_obstacle(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
     del bias
-    from mt_fp8.block_matmul import block_obstacle
-
-    return block_obstacle(a, b, dtype)
-
-
-def _engine(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    from mt_fp8.transformer_engine import engine_matmul
-
-    return engine_matmul(a, b, bias, dtype)
-
-
-def _engine_obstacle(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
-    from mt_fp8.transformer_engine import engine_obstacle
-
-    return engine_obstacle(a, b, bias, dtype)
+    why = triton_obstacle(a.data, any_dtype=True)
+    if why is not None:
+        return why
+    if "e2m1" in (a.scaling.format, b.scaling.format):
+        return "e2m1, which it does not unpack"
+    if a.scaling.hadamard or b.scaling.hadamard:
+        return "a rotated operand"
+    sides = [a.scaling.block, b.scaling.block]
+    if not all(isinstance(side, tuple) for side in sides):
+        return f"scales of {sides[0]} and {sides[1]}; it takes blocks"
+    columns = {side[1] for side in sides if isinstance(side, tuple)}
+    if len(columns) > 1 or not columns <= set(_BLOCK_COLUMNS):
+        return f"blocks of {sorted(columns)} columns; it takes one size of {_BLOCK_COLUMNS}"
+    if dtype not in (*_HALF, torch.float32):
+        return f"a result of {dtype}"
+    if a.device.type == "cuda" and torch.cuda.get_device_capability(a.device) < (8, 9):
+        return "fp8 needs compute capability 8.9"
+    return None
 
 
 def _triton_drawback(a: QTensor, *_: object) -> str | None:
@@ -169,7 +178,7 @@ MATMUL_KERNELS: Registry[MatmulKernel] = Registry(
     "fp8_matmul",
     (
         Candidate("scaled_mm", _scaled_mm, _scaled_mm_obstacle),
-        Candidate("te", _engine, _engine_obstacle),
+        Candidate("te", engine_matmul, engine_obstacle),
         Candidate("triton", _triton, _triton_obstacle, _triton_drawback),
         Candidate("emulation", _emulated),
     ),

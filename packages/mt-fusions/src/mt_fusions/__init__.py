@@ -19,9 +19,8 @@ from mt_fusions.losses.terms import IGNORE_INDEX, LossOptions
 from mt_fusions.norms.add_norm import add_layer_norm, add_rms_norm
 from mt_fusions.norms.layer_norm import LAYER_NORM, layer_norm
 from mt_fusions.norms.rms_norm import RMS_NORM, rms_norm
-from mt_fusions.obstacles import obstacles
 from mt_fusions.operator import operator
-from mt_fusions.permute import Permuted, permute, unpermute
+from mt_fusions.permute import permute, unpermute
 from mt_fusions.residual.addition import RESIDUAL, Sum
 from mt_fusions.residual.bias_dropout_add import bias_dropout_add
 
@@ -42,7 +41,6 @@ __all__ = [
     "GraphPool",
     "LogitLoss",
     "LossOptions",
-    "Permuted",
     "Sum",
     "TokenLosses",
     "activate",
@@ -56,7 +54,6 @@ __all__ = [
     "fused_kernel",
     "geglu",
     "layer_norm",
-    "obstacles",
     "operator",
     "permute",
     "quick_geglu",

@@ -27,7 +27,7 @@ def implementations(
     operation: str,
     *,
     cpu: Functions,
-    triton: Functions,
+    triton: Callable[[], Functions],
     reference: Functions,
     obstacle: Callable[..., str | None] = triton_obstacle,
 ) -> Registry[Any]:
@@ -36,16 +36,21 @@ def implementations(
     Args:
         operation: Name of the function that calls it.
         cpu: Blocks that stay in a CPU's cache.
-        triton: A Triton kernel.
+        triton: Imports the functions of a Triton kernel, once one of them is called.
         reference: Plain torch, which always serves.
         obstacle: Why the Triton kernel cannot serve.
     """
+    late = Functions(partial(_late, triton, "forward"), partial(_late, triton, "backward"))
     candidates = (
         Candidate("cpu", cpu, cpu_obstacle),
-        Candidate("triton", triton, obstacle),
+        Candidate("triton", late, obstacle),
         Candidate("reference", reference),
     )
     return Registry(operation, candidates)
+
+
+def _late(load: Callable[[], Functions], name: str, *args: Any, **how: Any) -> Any:
+    return getattr(load(), name)(*args, **how)
 
 
 def fused_kernel(x: Tensor) -> str:

@@ -195,38 +195,28 @@ def _cpu_combine_backward(
     return out, torch.empty_like(dots).index_copy_(0, slots, dots).view(places.shape)
 
 
-def _triton_spread(x: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    from mt_fusions.gpu.permute import spread
+def _triton_permute() -> Functions:
+    from mt_fusions.gpu.permute import combine, spread
 
-    return spread(x, places, weights)
-
-
-def _triton_combine(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
-    from mt_fusions.gpu.permute import combine
-
-    return combine(rows, places, weights)
+    return Functions(spread, combine)
 
 
-def _triton_combine_backward(
-    grad: Tensor, rows: Tensor | None, places: Tensor, weights: Tensor | None
-) -> Pair:
-    from mt_fusions.gpu.permute import dots, spread
+def _triton_unpermute() -> Functions:
+    from mt_fusions.gpu.permute import combine, combine_backward
 
-    if rows is None:
-        return spread(grad, places, weights), grad.new_empty(0, dtype=torch.float32)
-    return spread(grad, places, weights), dots(rows, grad, places)
+    return Functions(combine, combine_backward)
 
 
 PERMUTE_KERNELS = implementations(
     "permute",
     cpu=Functions(_cpu_spread, _cpu_combine),
-    triton=Functions(_triton_spread, _triton_combine),
+    triton=_triton_permute,
     reference=Functions(_spread, _combine),
 )
 UNPERMUTE_KERNELS = implementations(
     "unpermute",
     cpu=Functions(_cpu_combine, _cpu_combine_backward),
-    triton=Functions(_triton_combine, _triton_combine_backward),
+    triton=_triton_unpermute,
     reference=Functions(_combine, _combine_backward),
 )
 

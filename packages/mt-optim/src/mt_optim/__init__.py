@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from mt_optim.parameters.matrix import is_hidden_matrix
     from mt_optim.parameters.override import GroupOverride, mup_overrides
     from mt_optim.qk_clip import qk_clip_scales
-    from mt_optim.rules.adamw import fused_obstacle
     from mt_optim.rules.orthogonal import Orthogonalization
     from mt_optim.rules.rule import Batch, Rule
     from mt_optim.schedule import LRSchedule, WeightDecaySchedule
@@ -57,7 +56,6 @@ __all__ = [
     "clip_grad_norm",
     "default_decay_filter",
     "device_step_obstacle",
-    "fused_obstacle",
     "grad_norm",
     "is_hidden_matrix",
     "mup_overrides",
@@ -84,7 +82,6 @@ __getattr__ = resolve_later(
         "parameters.group": "default_decay_filter",
         "parameters.matrix": "is_hidden_matrix",
         "parameters.override": "GroupOverride mup_overrides",
-        "rules.adamw": "fused_obstacle",
         "rules.orthogonal": "Orthogonalization",
         "rules.rule": "Batch Rule",
         "state.ema": "EMA",

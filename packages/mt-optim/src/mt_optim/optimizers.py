@@ -21,7 +21,7 @@ class AdamW(NamedOptimizer):
 
     A `NamedOptimizer` with the arguments and defaults of torch.optim.AdamW. The arithmetic is
     torch's as well, called through the functional form: for fp32 and fp64 parameters results are
-    bit-equal to torch's in the same mode (fused or foreach).
+    bit-equal to torch's fused kernel (to its foreach one on devices without).
 
     Args:
         params: Parameters, pairs of name and parameter, or a list of groups: dicts with `params`
@@ -31,10 +31,9 @@ class AdamW(NamedOptimizer):
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, multiplied by the learning rate.
         decay_filter: As of `NamedOptimizer`.
-        engine: "fused", "foreach", or "auto" for fused wherever `fused_obstacle` says None.
 
     Raises:
-        ValueError: As from `NamedOptimizer`; also where the engine does not run.
+        ValueError: As from `NamedOptimizer`.
         TypeError: As from `NamedOptimizer`.
 
     Example:
@@ -56,9 +55,8 @@ class AdamW(NamedOptimizer):
         weight_decay: float = 1e-2,
         *,
         decay_filter: DecayFilter | None = None,
-        engine: str = "auto",
     ) -> None:
-        rule = AdamWRule(engine=engine, betas=betas, eps=eps)
+        rule = AdamWRule(betas=betas, eps=eps)
         super().__init__(params, rule, lr=lr, weight_decay=weight_decay, decay_filter=decay_filter)
 
 

@@ -99,22 +99,16 @@ def _approximate(kind: str) -> str:
     return "tanh" if kind == "gelu_tanh" else "none"
 
 
-def _triton_forward(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    from mt_fusions.activations.triton_bias_gelu import forward
+def _triton() -> Functions:
+    from mt_fusions.activations.triton_bias_gelu import backward, forward
 
-    return forward(x, bias, kind)
-
-
-def _triton_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> Grads:
-    from mt_fusions.activations.triton_bias_gelu import backward
-
-    return backward(grad, x, bias, kind)
+    return Functions(forward, backward)
 
 
 BIAS_GELU_KERNELS = implementations(
     "bias_gelu",
     cpu=Functions(_cpu_forward, _cpu_backward),
-    triton=Functions(_triton_forward, _triton_backward),
+    triton=_triton,
     reference=Functions(_reference, _reference_backward),
 )
 

@@ -220,24 +220,16 @@ def _named(
     return gate, None if up is None else rest[0], None if weight is None else rest[-1]
 
 
-def _triton_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How) -> Tensor:
-    from mt_fusions.activations.triton_gated import forward
+def _triton() -> Functions:
+    from mt_fusions.activations.triton_gated import backward, forward
 
-    return forward(gate, up, weight, how)
-
-
-def _triton_backward(
-    grad: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None, how: How
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from mt_fusions.activations.triton_gated import backward
-
-    return backward(grad, gate, up, weight, how)
+    return Functions(forward, backward)
 
 
 GATED_KERNELS = implementations(
     "gated",
     cpu=Functions(_cpu_forward, _cpu_backward),
-    triton=Functions(_triton_forward, _triton_backward),
+    triton=_triton,
     reference=Functions(_reference, _reference_backward),
 )
 

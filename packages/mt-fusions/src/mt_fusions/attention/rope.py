@@ -116,16 +116,16 @@ def _reference(x: Tensor, cos: Tensor, sin: Tensor, how: Sequence[bool]) -> Tens
     return turn_reference(x, cos, sin, how).contiguous()
 
 
-def _triton(x: Tensor, cos: Tensor, sin: Tensor, how: Sequence[bool]) -> Tensor:
+def _triton() -> Functions:
     from mt_fusions.attention.triton_rope import turn
 
-    return turn(x, cos, sin, how)
+    return Functions(turn, turn)
 
 
 ROPE_KERNELS = implementations(
     "rope",
     cpu=Functions(_cpu, _cpu),
-    triton=Functions(_triton, _triton),
+    triton=_triton,
     reference=Functions(_reference, _reference),
 )
 

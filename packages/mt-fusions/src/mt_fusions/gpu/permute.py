@@ -90,7 +90,7 @@ def _launch(
         )  # fmt: skip
 
 
-def dots(rows: Tensor, grad: Tensor, places: Tensor) -> Tensor:
+def _dots(rows: Tensor, grad: Tensor, places: Tensor) -> Tensor:
     """Return, in fp32, the product of each token's gradient with each of its rows."""
     out = rows.new_empty(places.shape, dtype=torch.float32)
     own, g = as_rows(rows), as_rows(grad)
@@ -100,6 +100,15 @@ def dots(rows: Tensor, grad: Tensor, places: Tensor) -> Tensor:
             rows.shape[1], COLUMNS=_columns(rows.shape[1]), num_warps=4,
         )  # fmt: skip
     return out
+
+
+def combine_backward(
+    grad: Tensor, rows: Tensor | None, places: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows and, in fp32, of weights; the latter empty without rows."""
+    if rows is None:
+        return spread(grad, places, weights), grad.new_empty(0, dtype=torch.float32)
+    return spread(grad, places, weights), _dots(rows, grad, places)
 
 
 def _columns(size: int) -> int:

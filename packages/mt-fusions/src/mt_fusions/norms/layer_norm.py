@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mt_fusions.kernels import fused, fused_drawback
 from mt_fusions.norms.form import Form
-from mt_fusions.norms.norm import LAYER_NORM_KERNELS, norm
+from mt_fusions.norms.norm import LAYER_NORM_KERNELS, norm, norm_reference
 
 
 def layer_norm(
@@ -56,12 +56,8 @@ def _reference(
     *,
     zero_centered: bool = False,
 ) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    centered = x.to(wide) - x.to(wide).mean(-1, keepdim=True)
-    y = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        y = y * (weight.to(wide) + 1 if zero_centered else weight.to(wide))
-    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+    form = Form(eps, centered=True, zero_centered=zero_centered, has_bias=bias is not None)
+    return norm_reference(x, None, weight, bias, form)[0]
 
 
 def _torch(

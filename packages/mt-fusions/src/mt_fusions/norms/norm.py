@@ -204,27 +204,10 @@ def _blocks(first: Tensor, *rest: Tensor | None) -> Iterator[tuple[Tensor, ...]]
     return row_blocks(*(as_rows(x) if x.dim() == first.dim() else x.reshape(-1) for x in there))
 
 
-def _triton_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, form: Form
-) -> Normed:
-    from mt_fusions.norms.triton_norm import forward
+def _triton() -> Functions:
+    from mt_fusions.norms.triton_norm import backward, forward
 
-    return forward(x, residual, weight, bias, form)
-
-
-def _triton_backward(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    x: Tensor,
-    weight: Tensor | None,
-    stats: Stats,
-    form: Form,
-    *,
-    sums: bool,
-) -> Grads:
-    from mt_fusions.norms.triton_norm import backward
-
-    return backward(grad, grad_total, x, weight, stats, form, sums=sums)
+    return Functions(forward, backward)
 
 
 def _kernels(operation: str, widest: int) -> Registry[Any]:
@@ -236,7 +219,7 @@ def _kernels(operation: str, widest: int) -> Registry[Any]:
     return implementations(
         operation,
         cpu=Functions(_cpu_forward, _cpu_backward),
-        triton=Functions(_triton_forward, _triton_backward),
+        triton=_triton,
         reference=Functions(norm_reference, _reference_backward),
         obstacle=obstacle,
     )

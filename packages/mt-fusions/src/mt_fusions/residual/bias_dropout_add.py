@@ -113,24 +113,16 @@ def _cpu_backward(grad: Tensor, first: Tensor, how: Dropout) -> Grads:
     return out, total
 
 
-def _triton_forward(
-    x: Tensor, bias: Tensor | None, residual: Tensor, first: Tensor | None, how: Dropout
-) -> Tensor:
-    from mt_fusions.residual.triton_bias_dropout_add import forward
+def _triton() -> Functions:
+    from mt_fusions.residual.triton_bias_dropout_add import backward, forward
 
-    return forward(x, bias, residual, first, how)
-
-
-def _triton_backward(grad: Tensor, first: Tensor, how: Dropout) -> Grads:
-    from mt_fusions.residual.triton_bias_dropout_add import backward
-
-    return backward(grad, first, how)
+    return Functions(forward, backward)
 
 
 BIAS_DROPOUT_ADD_KERNELS = implementations(
     "bias_dropout_add",
     cpu=Functions(_cpu_forward, _cpu_backward),
-    triton=Functions(_triton_forward, _triton_backward),
+    triton=_triton,
     reference=Functions(_reference, _reference_backward),
 )
 

@@ -1,4 +1,4 @@
-"""AdamW and Adam, through torch's fused and foreach kernels."""
+"""AdamW and Adam, through torch's fused kernel, or its foreach one where that does not run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from mt_data_parallel import ParamShard
-from mt_files import check_type
 from torch import Tensor
 
 # The functional form of torch.optim.AdamW runs the same kernels without importing torch._dynamo
@@ -18,13 +17,11 @@ from mt_optim.checks import check_betas, check_size
 from mt_optim.gradients.scaling import multiply_
 from mt_optim.rules.rule import Batch, Rule
 
-ENGINES = ("auto", "fused", "foreach")
 _FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def fused_obstacle(param: Tensor) -> str | None:
     """Say why torch's fused AdamW kernel does not take this parameter; None if it does."""
-    check_type("param", param, Tensor)
     kind = param.device.type
     if kind not in _FUSED_DEVICES:
         return f"no fused AdamW kernel for {kind}; there is one for {_FUSED_DEVICES}"
@@ -37,7 +34,6 @@ class AdamWRule(Rule):
     """Loshchilov and Hutter, arXiv 1711.05101; with `decoupled=False` the Adam of torch.optim.
 
     Args:
-        engine: "fused", "foreach", or "auto" for fused if `fused_obstacle` is None.
         decoupled: Whether weight decay shrinks the weights, or is added to the gradient (Adam).
         betas: Default decay rates of the two moments.
         eps: Default of the number added to the root of the second moment.
@@ -50,14 +46,11 @@ class AdamWRule(Rule):
     def __init__(
         self,
         *,
-        engine: str = "auto",
         decoupled: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        if engine not in ENGINES:
-            raise ValueError(f"engine must be one of {', '.join(ENGINES)}; got {engine!r}")
-        self.engine, self.decoupled = engine, decoupled
+        self.decoupled = decoupled
         self.options = {"betas": betas, "eps": eps}
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -66,12 +59,9 @@ class AdamWRule(Rule):
         check_size("eps", group["eps"])
 
     def new_state(self, shard: ParamShard, master: Tensor) -> dict[str, Tensor]:
-        """Return the state before the first step; the engine must run for the parameter."""
-        obstacle = fused_obstacle(master)
-        if self.engine == "fused" and obstacle is not None:
-            raise ValueError(f"engine 'fused' does not run: {obstacle}")
+        """Return the state before the first step."""
         state = super().new_state(shard, master)
-        if self._is_fused(master):  # where torch.optim.AdamW keeps it for that kernel
+        if fused_obstacle(master) is None:  # where torch.optim.AdamW keeps it for that kernel
             state["step"] = state["step"].to(master.device)
         return state
 
@@ -79,8 +69,6 @@ class AdamWRule(Rule):
         """Say why rates on the device are not supported; only the fused kernel reads them."""
         if not self.decoupled:
             return "adam adds weight decay, a number of Python, to gradients; use adamw"
-        if self.engine == "foreach":
-            return "engine 'foreach' does not leave out a step on the device; use 'auto'"
         return fused_obstacle(master)
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
@@ -93,11 +81,11 @@ class AdamWRule(Rule):
             decay = 0.0
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             lr = lr.to(torch.float32)  # as the kernel reads it
-        by_engine: dict[bool, list[int]] = {}
+        by_kernel: dict[bool, list[int]] = {}
         for index, master in enumerate(batch.masters):
-            by_engine.setdefault(self._is_fused(master), []).append(index)
-        for fused, indices in by_engine.items():
-            part = batch if len(by_engine) == 1 else batch.pick(indices)
+            by_kernel.setdefault(fused_obstacle(master) is None, []).append(index)
+        for fused, indices in by_kernel.items():
+            part = batch if len(by_kernel) == 1 else batch.pick(indices)
             adam(
                 part.masters,
                 part.grads,
@@ -117,6 +105,3 @@ class AdamWRule(Rule):
                 found_inf=None if batch.skip is None else batch.skip.to(torch.float32),
                 decoupled_weight_decay=self.decoupled,
             )
-
-    def _is_fused(self, param: Tensor) -> bool:
-        return self.engine != "foreach" and fused_obstacle(param) is None
