@@ -330,7 +330,7 @@ HOSTILE = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_hostile_values_give_a_value_error_or_a_config(data):
     layer = gpt(**SMALL).to_dict()["layers"][0]

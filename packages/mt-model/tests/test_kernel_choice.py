@@ -1,6 +1,7 @@
 """Whatever computes norms, activations, rope and loss, the numbers are the same."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -56,8 +57,9 @@ def assert_same(found, expected, tolerance=1e-12):
         assert (found[2][name] - grad).norm() <= tolerance * grad.norm(), name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kernels", ["fused", "reference"])
+@pytest.mark.parametrize(
+    ("kernels", "variant"), sample(product(("fused", "reference"), VARIANTS), every=3)
+)
 def test_every_choice_gives_the_numbers_of_auto(variant, kernels):
     assert_same(on_layout(variant, kernels), on_layout(variant, "auto"))
 
@@ -161,7 +163,7 @@ PLACES = {
             for variant in VARIANTS
             if "cp" not in place or variant not in RECURRENT
         ],
-        every=5,
+        every=11,
     ),
 )
 def test_fused_kernels_give_the_numbers_of_one_rank_on_every_layout(ranks, place, variant):
@@ -203,8 +205,9 @@ def whole(config, kernels, dtype, *, autocast=False):
     return torch.cat([loss.detach().double()[None], *grads])
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("form", "dtype"), sample(product(FORMS, (torch.float32, torch.bfloat16)), every=3)
+)
 def test_fused_kernels_are_as_exact_as_the_others(form, dtype):
     config = gpt(**{**SOME, **FORMS[form]})
     exact = whole(config, "reference", torch.float64)

@@ -1,5 +1,6 @@
 """Every fast function against its plain form, and against torch's own where there is one."""
 
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -25,6 +26,7 @@ from mt_model.kernels.gemm import CpuGemm
 from mt_model.recurrent.causal_convolution import silu_convolution, silu_convolution_reference
 from mt_model.rope.config import RopeConfig, Rotary
 from mt_model.rope.rotary import rotary_table
+from mt_testing import sample
 
 rms_norm_reference = RMS_NORM.get("reference").function
 gated_reference = GATED.get("reference").function
@@ -412,7 +414,9 @@ def test_biased_matmul_attention_by_blocks_matches_plain_form(dtype, pairs, monk
     assert_same_function(of(matmul_attention), of(plain_matmul_attention), inputs, dtype)
 
 
-@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize(
+    "pairs", sample(((pairs,) for pairs in PAIRS.values()), every=5), ids=PAIRS
+)
 def test_compiled_matmul_attention_has_the_bits_of_eager(pairs, monkeypatch):
     monkeypatch.setattr("mt_model.attend.pairs.BLOCK", 4)
     table = turning(torch.arange(11), 8)
@@ -433,8 +437,16 @@ def test_compiled_matmul_attention_has_the_bits_of_eager(pairs, monkeypatch):
 
 # opcheck itself asks leaves that it has copied for their gradients.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("has", [(True, True, True), (False, True, False), (False, False, True)])
-@pytest.mark.parametrize("name", ["all", "window_in_documents"])
+@pytest.mark.parametrize(
+    ("has", "name"),
+    sample(
+        product(
+            ((True, True, True), (False, True, False), (False, False, True)),
+            ("window_in_documents", "all"),
+        ),
+        every=3,
+    ),
+)
 def test_matmul_attention_is_an_operator_that_torch_checks(has, name, monkeypatch):
     monkeypatch.setattr("mt_model.attend.pairs.BLOCK", 4)
     normed, turned, biased = has

@@ -284,7 +284,7 @@ def assert_equal_to_one_rank(results, variant):
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "variant"),
-    sample(product((False, True), (*VARIANTS, *RECURRENT)), every=2),
+    sample(product((False, True), (*VARIANTS, *RECURRENT)), every=3),
 )
 def test_tensor_parallel_matches_one_rank(ranks, variant, sequence_parallel):
     results = ranks(2, on_rank, variant, 2, [range(3)], sequence_parallel)
@@ -301,7 +301,9 @@ PLACES = ((1, False), (2, False), (2, True))
 
 @pytest.mark.parametrize(
     ("variant", "recompute", "tp", "sequence_parallel"),
-    sample(((v, r, *p) for v, r, p in product(RECOMPUTED, ("selective", "full"), PLACES)), every=5),
+    sample(
+        ((v, r, *p) for v, r, p in product(RECOMPUTED, ("selective", "full"), PLACES)), every=11
+    ),
 )
 def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence_parallel):
     results = ranks(tp, on_rank, variant, tp, [range(3)], sequence_parallel, recompute)
@@ -346,8 +348,10 @@ def test_compiled_ranks_compute_what_eager_ones_compute(ranks, variant, sequence
     assert max(ranks(2, compiled_differences, variant, sequence_parallel, timeout=300)) < 1e-12
 
 
-@pytest.mark.parametrize("variant", ["gqa", "one_kv_head", "gate_whole_norm", *RECURRENT])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "variant"),
+    sample(product((False, True), ("gqa", "one_kv_head", "gate_whole_norm", *RECURRENT)), every=2),
+)
 def test_more_ranks_than_key_value_heads_match_one_rank(ranks, variant, sequence_parallel):
     results = ranks(4, on_rank, variant, 4, [range(3)], sequence_parallel)
     assert_equal_to_one_rank(results, variant)
@@ -364,7 +368,7 @@ CONTEXTS = (
 
 @pytest.mark.parametrize(
     ("variant", "tp", "cp", "algorithms"),
-    sample(((variant, *place) for variant, place in product(VARIANTS, CONTEXTS)), every=4),
+    sample(((variant, *place) for variant, place in product(VARIANTS, CONTEXTS)), every=8),
 )
 def test_context_parallel_matches_one_rank(ranks, variant, tp, cp, algorithms):
     # The one label that does not count makes the context ranks' counts differ.
@@ -426,8 +430,10 @@ def test_context_parallel_misuse_is_refused(ranks):
     assert "got 'star'" in name
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *RECURRENT])
-@pytest.mark.parametrize("cuts", [(0, 2, 3), (0, 1, 2, 3)])
+@pytest.mark.parametrize(
+    ("cuts", "variant"),
+    sample(product(((0, 2, 3), (0, 1, 2, 3)), (*VARIANTS, *RECURRENT)), every=3),
+)
 def test_stages_match_the_whole_model(variant, cuts):
     stages = [range(a, b) for a, b in pairwise(cuts)]
     assert_equal_to_one_rank([on_rank(variant, 1, stages, False)], variant)

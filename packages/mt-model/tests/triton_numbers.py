@@ -17,7 +17,7 @@ assert triton.knobs.runtime.interpret
 SIZES = {
     "vocab_size": 40,
     "hidden_size": 16,
-    "num_layers": 2,
+    "num_layers": 1,
     "num_heads": 2,
     "num_kv_heads": 1,
     "max_sequence_length": 8,
@@ -27,7 +27,6 @@ SIZES = {
 FORMS = {
     "gemma": {"norm_zero_centered": True, "activation": "gelu_tanh", "norms": "sandwich"},
     "gpt2": {
-        "num_layers": 1,
         "norm": "layer",
         "activation": "gelu",
         "gated": False,
