@@ -225,7 +225,7 @@ def assert_trains_like_one_process(row, tiny, references, ranks, out, losses, we
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=() if number % 8 == 0 else pytest.mark.campaign)
+        pytest.param(row, marks=() if number % 13 == 0 else pytest.mark.campaign)
         for number, row in enumerate(ROWS)
     ],
     ids=label,
@@ -249,7 +249,7 @@ def test_many_combinations_train_like_one_process(
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=() if number % 24 == 0 else pytest.mark.campaign)
+        pytest.param(row, marks=() if number % 40 == 0 else pytest.mark.campaign)
         for number, row in enumerate(FOUR_REPLICAS)
     ],
     ids=label,

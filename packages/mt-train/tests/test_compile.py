@@ -37,7 +37,13 @@ RECOMPUTE = {  # and how many graphs that takes
 }
 
 
-@pytest.mark.parametrize(("options", "kinds"), RECOMPUTE.values(), ids=RECOMPUTE)
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        pytest.param(*each, id=name, marks=() if name == "full" else pytest.mark.campaign)
+        for name, each in RECOMPUTE.items()
+    ],
+)
 def test_like_layers_are_compiled_once_and_train_like_eager_ones(
     options, kinds, compile_counts, tiny, tmp_path, losses, weights, rows
 ) -> None:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
+from mt_testing import sample
 from mt_train.parts.graph_sinks import GraphSinks
 
 STEPS = ("training.steps=3", "training.micro_batch_size=2")
 CLOCKS = ("seconds", "eta_seconds", "tokens_per_second", "tflops_per_second", "memory_bytes")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        ("model.dropout=0.1", "model.tied=true"),
-        ("data.packing=documents", "data_parallel.strategy=optimizer"),
-        ("optimizer.qk_clip={threshold: 0.01}", "optimizer.name=muon"),
-    ],
-    ids=lambda options: "-".join(options) or "plain",
-)
-@pytest.mark.parametrize("graphs", ["layer", "step"])
+RUNS = [
+    (),
+    ("model.dropout=0.1", "model.tied=true"),
+    ("data.packing=documents", "data_parallel.strategy=optimizer"),
+    ("optimizer.qk_clip={threshold: 0.01}", "optimizer.name=muon"),
+]
+
+
+@pytest.mark.parametrize(("options", "graphs"), sample(product(RUNS, ("step", "layer")), every=3))
 def test_a_run_with_graphs_has_the_bits_of_one_without(
     graphs, options, tiny, tmp_path, losses, weights, capsys
 ) -> None:
@@ -49,11 +49,23 @@ def test_a_run_with_graphs_has_the_bits_of_one_without(
 @pytest.mark.parametrize(
     "options",
     [
-        ("training.dtype=bf16", "optimizer.ema=0.9", "optimizer.masters=remainder"),
-        ("training.dtype=fp16", "optimizer.loss_scale=dynamic", "optimizer.initial_loss_scale=1e6"),
-        ("optimizer.skip_above=1.4", "logging.zeros=true", "logging.gradients=true"),
+        pytest.param(
+            ("training.dtype=bf16", "optimizer.ema=0.9", "optimizer.masters=remainder"), id="bf16"
+        ),
+        pytest.param(
+            (
+                "training.dtype=fp16",
+                "optimizer.loss_scale=dynamic",
+                "optimizer.initial_loss_scale=1e6",
+            ),
+            id="fp16",
+        ),
+        pytest.param(
+            ("optimizer.skip_above=1.4", "logging.zeros=true", "logging.gradients=true"),
+            id="skipped",
+            marks=pytest.mark.campaign,
+        ),
     ],
-    ids=["bf16", "fp16", "skipped"],
 )
 def test_captured_steps_of_the_optimizer_change_rates_and_leave_steps_out(
     options, tiny, tmp_path, losses, weights

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # Starts the tasks of a step as srun does. With FAKE_LIMIT, the time limit comes near when the run
@@ -42,11 +44,12 @@ echo "$@" >> "$FAKE_QUEUE"
 """
 
 
-def job(folder: Path, limit: int) -> subprocess.CompletedProcess[str]:
-    """Run the batch script once, as SLURM does on the job's first node."""
+def job(folder: Path, limit: int, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run the batch script once, as SLURM does on the job's first node, with more programs."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
-    for name, text in (("srun", SRUN.format(python=sys.executable)), ("scontrol", SCONTROL)):
+    found = {"srun": SRUN.format(python=sys.executable), "scontrol": SCONTROL, **more}
+    for name, text in found.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     out = folder / "out"
@@ -81,6 +84,17 @@ def steps(folder: Path) -> list[int]:
     return [record["step"] for record in map(json.loads, lines) if "loss" in record]
 
 
+@pytest.mark.parametrize(("code", "queued"), [(0, False), (1, False), (75, True)])
+def test_what_was_stopped_and_saved_alone_goes_back_to_the_queue(
+    tmp_path: Path, code: int, queued: bool
+) -> None:
+    run = f'#!/bin/sh\necho "$@" > run\nexit {code}\n'
+    assert job(tmp_path, 0, **{"mt-train": run}).returncode == code
+    assert (tmp_path / "run").read_text().startswith(f"run {EXAMPLES / 'tiny.yaml'} model.")
+    assert (tmp_path / "queue").exists() == queued
+
+
+@pytest.mark.campaign
 def test_a_job_at_its_limit_saves_goes_back_to_the_queue_and_continues(tmp_path: Path) -> None:
     stopped = job(tmp_path, limit=5)
     assert stopped.returncode == 75, stopped.stderr
