@@ -257,9 +257,9 @@ def _name(row, part):
     return f"{row.name}-{part}"
 
 
-DRAWS = sample(_DRAWN, every=1, name=_name)
-PLAIN_DRAWS = sample([(row, i) for row, i in _DRAWN if not row.has_encoder], every=1, name=_name)
+DRAWS = sample(_DRAWN, every=2, name=_name)
+PLAIN_DRAWS = sample([(row, i) for row, i in _DRAWN if not row.has_encoder], every=2, name=_name)
 ENCODER_DRAWS = sample([(row, i) for row, i in _DRAWN if row.has_encoder], every=1, name=_name)
 SOME_DRAWS = sample(_DRAWN, every=3, name=_name)
-PLACED = sample([(row, layout) for row in _ALL for layout in row.placed], every=3, name=_name)
+PLACED = sample([(row, layout) for row in _ALL for layout in row.placed], every=5, name=_name)
 FIRST = [pytest.param(row, id=row.name) for row in ROWS if row.generates]

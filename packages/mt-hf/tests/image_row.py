@@ -3,6 +3,7 @@
 import pytest
 import torch
 from family_row import Row
+from mt_testing import sample
 
 SIZES = [
     {"hidden_size": 24, "num_attention_heads": 4, "image_size": 12, "patch_size": 4},
@@ -59,7 +60,15 @@ ROWS = [
         draws=3,
     ),
 ]
-DRAWS = [pytest.param(row, i, id=f"{row.model}-{i}") for row in ROWS for i in range(row.draws)]
+_DRAWN = [(row, i) for row in ROWS for i in range(row.draws)]
+
+
+def _name(row, index):
+    return f"{row.model}-{index}"
+
+
+DRAWS = sample(_DRAWN, every=1, name=_name)
+SOME_DRAWS = sample(_DRAWN, every=2, name=_name)
 FIRST = [pytest.param(row, id=row.model) for row in ROWS]
 
 

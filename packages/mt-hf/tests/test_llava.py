@@ -114,7 +114,7 @@ def test_packed_texts_with_images_are_those_of_transformers_one_by_one(saved, in
     assert (got.view_as(expected) - expected).abs().max() < 1e-10
 
 
-@pytest.mark.parametrize("index", DRAWS)
+@pytest.mark.parametrize("index", sample(((index,) for index in DRAWS), every=3))
 def test_export_has_the_bytes_that_were_imported(saved, tmp_path, index):
     folder, model = saved(ROW, index)
     save_pretrained(from_pretrained(folder), tmp_path / "same")
