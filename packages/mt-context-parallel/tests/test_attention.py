@@ -21,6 +21,7 @@ from mt_context_parallel import (
 )
 from mt_context_parallel.flex import FlexKernel
 from mt_parallel_state import hash_key, random_uniform
+from mt_testing import sample
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -256,8 +257,10 @@ def test_a_compiled_function_around_it_is_the_same(ranks) -> None:
     assert ranks(2, body) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "all_gather", "ulysses"])
-@pytest.mark.parametrize("world", [3, 5, 6, 8])
+@pytest.mark.parametrize(
+    ("world", "algorithm"),
+    sample(itertools.product((3, 5, 6, 8), ("ring", "all_gather", "ulysses")), every=5),
+)
 def test_any_number_of_ranks_will_do(ranks, world, algorithm) -> None:
     cases = [replace(case, length=8 * world) for case in MASKS[:4]]
     if algorithm == "ulysses":  # as many key heads as ranks, and one
@@ -331,9 +334,11 @@ def test_heads_with_other_strides_are_read_right(strided: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "case", [case for case in MASKS if not (case.dropout or case.bias)], ids=str
+    ("world", "case"),
+    sample(
+        ((n, case) for n in (1, 3) for case in MASKS if not (case.dropout or case.bias)), every=3
+    ),
 )
-@pytest.mark.parametrize("world", [1, 3])
 def test_flex_computes_every_tile(ranks, case, world) -> None:
     """Its unfused form; windows, documents and tiles of other queries than keys in the ring."""
     case = replace(case, length=48, cu_seqlens=case.cu_seqlens and (0, 12, 48))
