@@ -100,7 +100,9 @@ def test_a_taken_port_is_one_error() -> None:
             init_process_group(env)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.campaign)]
+)
 def test_a_rank_that_waits_obeys_signals(number: signal.Signals) -> None:
     code = f"""
 from mt_parallel_state import DistributedEnv, init_process_group, store

@@ -44,7 +44,9 @@ def _start(body: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.campaign) for n in NUMBERS[::2])]
+)
 def test_a_signal_ends_a_wait_of_foreign_code_at_once(number: signal.Signals) -> None:
     process = _start(JOINING)
     start = time.monotonic()
