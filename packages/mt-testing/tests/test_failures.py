@@ -221,8 +221,10 @@ class _Clinging:
 
 
 @pytest.mark.parametrize("act", ["ends", "hangs"])
-def test_what_breaks_while_a_rank_cleans_up_is_not_the_next_calls_failure(act, monkeypatch, caplog):
-    from mt_testing import RankPool, pool
+def test_what_breaks_while_a_rank_cleans_up_is_not_the_next_calls_failure(
+    ranks, act, monkeypatch, caplog
+):
+    from mt_testing import pool
 
     def leaves_behind():
         if dist.get_rank() == 1:
@@ -230,7 +232,6 @@ def test_what_breaks_while_a_rank_cleans_up_is_not_the_next_calls_failure(act, m
         return dist.get_rank()
 
     monkeypatch.setattr(pool, "CLEANING", 1.0)
-    with RankPool() as ranks:
-        assert ranks(2, leaves_behind) == [0, 1]
-        assert ranks(2, lambda data: len(data), b"0" * 2**23, timeout=20) == [2**23] * 2
+    assert ranks(2, leaves_behind) == [0, 1]
+    assert ranks(2, lambda data: len(data), b"0" * 2**23, timeout=20) == [2**23] * 2
     assert "ended or hung while they cleaned up" in caplog.text
