@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from mt_pipeline import Executor
 from mt_schedule import Op, insert_hooks, make_schedule
+from mt_testing import sample
 from stages import spec
 from torch import nn
 
@@ -56,9 +57,16 @@ def gradients(modules):
 
 
 @pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)]
+    ("name", "backend"),
+    sample(
+        (
+            (name, backend)
+            for backend in ("aot_eager", "inductor")
+            for name in ("zb-v", "1f1b", "zb-h1", "dualpipe-v")
+        ),
+        every=8,
+    ),
 )
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "dualpipe-v"])
 def test_compiled_stages_run_every_kind_of_schedule(ranks, name, backend):
     def body():
         schedule = make_schedule(name, stages=2, microbatches=4)
