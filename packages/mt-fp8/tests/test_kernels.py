@@ -56,7 +56,17 @@ def with_nan(*shape, seed, dtype=torch.float32):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("name", SCALINGS)
+# Those that every dtype or layout is read with below.
+READ_BELOW = ("row", "1x128", "4x8", "nvfp4", "tensor", "mxfp8", "nvfp4 16x16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.campaign if name in READ_BELOW else ())
+        for name in SCALINGS
+    ],
+)
 def test_the_kernel_has_the_bits_of_the_reference(name):
     check(with_nan(80, 144, seed=1), SCALINGS[name])
 

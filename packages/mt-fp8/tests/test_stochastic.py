@@ -63,7 +63,7 @@ def test_nvfp4_at_random_is_right_in_the_mean():
     scaling = Scaling(block=(1, 16), format="e2m1", scale="nvfp4", stochastic=True)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(3))
     q = quantize(x, scaling, seed=0)
-    count = 2000
+    count = 600
     total = sum(quantize(x, scaling, seed=i).dequantize(torch.float64) for i in range(count))
     spread = q.steps().repeat_interleave(16, 1)  # half of the widest step
     clipped = (x.abs() - 6 * q.steps().repeat_interleave(16, 1)).clamp_min(0)
