@@ -108,7 +108,7 @@ def answering(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_an_encoder_gets_the_prompt_and_its_end(answering, tmp_path, pp) -> None:
     import_pretrained(answering, tmp_path / "run")
     command = [sys.executable, "-m", "mt_infer", "generate", tmp_path / "run", "--prompt", PROMPT]
