@@ -8,10 +8,13 @@ import random
 import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import time
+from array import array
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -222,3 +225,31 @@ def test_generating_from_a_chosen_step(shell) -> None:
     assert early != late
     missing = shell.type(f"{generate} --step 4", code=1)
     assert "3, 6" in missing.errors
+
+
+def test_token_files_of_megatron_without_a_tokenizer(shell) -> None:
+    write_tokens(shell.folder / "tokens", documents=40, vocab_size=500)
+    data = "data.train=[tokens] data.split=90,10,0 data.order=megatron"
+    refused = shell.type(f"mt-train run my.yaml {data} --out runs/ids", code=2)
+    assert "data.tokenizer: missing" in refused.errors
+    assert "model.vocab_size" in refused.errors
+    shell.type(f"mt-train run my.yaml {data} model.vocab_size=512 --out runs/ids")
+    rows = (shell.folder / "runs/ids/metrics.jsonl").read_text().splitlines()
+    assert "val_loss" in rows[-1]
+    assert "bits_per_byte" not in rows[-1]
+    said = shell.type("mt-infer generate runs/ids --prompt a", code=1)
+    assert "tokenizer" in said.errors
+
+
+def write_tokens(prefix: Path, *, documents: int, vocab_size: int) -> None:
+    """Write a `.bin/.idx` pair by the table of Megatron-LM's format, without our own writer."""
+    chance = random.Random(0)
+    lengths = [chance.randrange(40, 90) for _ in range(documents)]
+    tokens = array("H", (chance.randrange(vocab_size) for _ in range(sum(lengths))))
+    prefix.with_suffix(".bin").write_bytes(tokens.tobytes())
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, documents, documents + 1)
+    starts = [2 * start for start in accumulate(lengths[:-1], initial=0)]
+    body = array("i", lengths).tobytes() + array("q", starts).tobytes()
+    prefix.with_suffix(".idx").write_bytes(
+        header + body + array("q", range(documents + 1)).tobytes()
+    )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from mt_model import RopeConfig
+from mt_model import MoEConfig, RopeConfig
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import main
+from mt_train.config.other_names import NAMES
+from mt_train.keys import sections
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny.yaml"
 
@@ -51,6 +54,10 @@ BROKEN = {
     "typo": (
         MINIMAL + "parallel:\n  tpp: 2\n",
         "run.yaml:13: parallel.tpp: unknown key. Did you mean parallel.tp?",
+    ),
+    "name of another framework": (
+        MINIMAL + "parallel:\n  tensor_model_parallel_size: 2\n",
+        "run.yaml:13: parallel.tensor_model_parallel_size: unknown key. Use parallel.tp",
     ),
     "wrong type": (
         MINIMAL.replace("steps: 2", "steps: many"),
@@ -590,3 +597,12 @@ def test_ranks_must_share_the_sequences_of_the_decoder() -> None:
     loaded = load_config(T5, [*options, "data.spans.decoder_length=20"])
     with pytest.raises(ConfigError, match=r"decoder_length: 20 is not divisible by 8.*use 24"):
         loaded.check_world(4)
+
+
+def test_what_names_of_other_frameworks_lead_to_exists() -> None:
+    keys = {key.name for section in sections() for key in section.keys}
+    keys |= {f"model.moe.{item.name}" for item in dataclasses.fields(MoEConfig)}
+    keys |= {"model.kernels.attention", "the"}  # the argument --out
+    told = {re.split("[,: ]", each)[0] for each in NAMES.values()}
+    assert told <= keys
+    assert len(NAMES) > 150

@@ -5,10 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mt_data import DataError, IndexedDataset, IndexedWriter, Tokenizer, train_tokenizer
+from mt_data import (
+    DataError,
+    GPTDataset,
+    IndexedDataset,
+    IndexedWriter,
+    Tokenizer,
+    train_tokenizer,
+)
 from mt_train import ConfigError, load_config
 from mt_train.config.data_section import MaskingSection
-from mt_train.data.datasets import masked_rows
+from mt_train.data.corpus import Corpus
+from mt_train.data.datasets import held_out_tokens, masked_rows, training_sets
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BERT, T5, TINY = (EXAMPLES / f"{name}.yaml" for name in ("bert", "t5", "tiny"))
@@ -199,3 +207,27 @@ def test_rows_are_hidden_as_the_section_says(documents: IndexedDataset) -> None:
     assert isinstance(config.data.hidden, MaskingSection)
     assert (row["labels"] == row["tokens"])[row["labels"] >= 0].all()
     assert len(row["tokens"]) == config.training.sequence_length
+
+
+def test_the_order_of_megatron_is_that_of_the_whole_run_and_its_part_of_a_split(tmp_path) -> None:
+    with IndexedWriter(tmp_path / "ids") as writer:
+        for number in range(20):
+            writer.add_document(range(number, number + 30))
+    data = [f"data.train=[{tmp_path / 'ids'}]", "data.corpus=null", "model.vocab_size=64"]
+    options = ["data.order=megatron", "data.split=80,20", "training.sequence_length=16"]
+    loaded = load_config(TINY, [*data, *options, "training.steps=9"])
+    corpus = Corpus(tokenizer=None, train=(tmp_path / "ids",), weights=(), validation=None)
+    (found,) = training_sets(loaded.config, corpus, None, loaded.model(64))
+    expected = GPTDataset(
+        IndexedDataset(tmp_path / "ids"),
+        sequence_length=16,
+        num_samples=9 * loaded.config.training.global_batch_size,
+        seed=loaded.config.training.seed,
+        order="megatron",
+        sequences=range(16),
+    )
+    assert found.fingerprint == expected.fingerprint
+    held_out = held_out_tokens(loaded.config, corpus)
+    assert held_out is not None
+    assert held_out.num_tokens == 4 * 30
+    assert held_out.stream(29, 2).tolist() == [16 + 29, 17]

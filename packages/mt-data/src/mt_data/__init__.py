@@ -10,7 +10,7 @@ from mt_data.datasets.batch import BatchSampler, MicroBatch, Rows, count_labels
 from mt_data.datasets.blend import BlendedDataset, BlendOrder
 from mt_data.datasets.gpt import PADDING, GPTDataset
 from mt_data.datasets.permutation import Permutation
-from mt_data.datasets.windows import SequentialWindows
+from mt_data.datasets.windows import SequentialWindows, TokenRanges
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import token_dtype
 from mt_data.storage.indexed import IndexedDataset
@@ -52,6 +52,7 @@ __all__ = [
     "SpanCorruption",
     "SpanDataset",
     "SpanVocabulary",
+    "TokenRanges",
     "Tokenizer",
     "build_corpus",
     "count_labels",

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mt_data.datasets.windows import TokenRanges
 from mt_data.documents.reader import Document
 from mt_data.error import DataError, DataFileError, quote
 from mt_data.storage.index import token_dtype
@@ -190,17 +191,20 @@ def dataset_tokenizer(
     return tokenizer
 
 
-def count_text_bytes(indexed: IndexedDataset, tokenizer: Tokenizer) -> int:
+def count_text_bytes(indexed: IndexedDataset | TokenRanges, tokenizer: Tokenizer) -> int:
     """Return the size of a dataset's original text in bytes of UTF-8.
 
     `build_corpus` records it. The documents of a dataset from another tool are decoded, which is
     exact for byte-level tokenizers and approximate for others, because tokens lack some spaces and
     the changes of a normaliser.
     """
-    recorded = (indexed.metadata() or {}).get("bytes")
-    if isinstance(recorded, int) and recorded > 0:
-        return recorded
-    documents = (indexed.document(number) for number in range(indexed.num_documents))
+    if isinstance(indexed, TokenRanges):
+        documents = indexed.documents()
+    else:
+        recorded = (indexed.metadata() or {}).get("bytes")
+        if isinstance(recorded, int) and recorded > 0:
+            return recorded
+        documents = (indexed.document(number) for number in range(indexed.num_documents))
     return sum(len(tokenizer.decode(ids, skip_special=True).encode()) for ids in documents)
 
 

@@ -15,6 +15,7 @@ from mt_files import describe, did_you_mean, hints_of
 from mt_model import FIELDS
 
 from mt_train.config.document import COMMAND_LINE
+from mt_train.config.other_names import NAMES
 from mt_train.config.run_config import RunConfig
 from mt_train.problem import ConfigError
 
@@ -109,6 +110,10 @@ def page() -> str:
             default = f"`{key.default}`" if key.default else "needed"
             cells = (f"`{key.name}`", key.type, default, key.meaning)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "## Names of other frameworks", ""]
+    lines += ["Megatron-LM's arguments, the fields of Hugging Face, and axolotl's.", ""]
+    lines += ["| there | here |", "|---|---|"]
+    lines += [f"| `{name}` | {told} |" for name, told in sorted(NAMES.items())]
     return "\n".join(lines) + "\n"
 
 

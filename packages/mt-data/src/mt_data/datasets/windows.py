@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol, cast
 
 import numpy as np
@@ -32,6 +33,48 @@ class TokenStream(Protocol):
     def stream(self, start: int, length: int) -> NDArray:
         """Return tokens [start, start + length)."""
         ...
+
+
+class TokenRanges:
+    """Ranges of the sequences of one or several sources, read as one stream.
+
+    Args:
+        parts: Each source with the range of its sequences, such as one of `split_ranges`.
+    """
+
+    def __init__(self, parts: Sequence[tuple[TokenStream, range]]) -> None:
+        cut = [source.lengths[part.start : part.stop] for source, part in parts]
+        self.lengths = np.concatenate(cut)
+        self._sources = [source for source, _ in parts]
+        before = [source.lengths[: part.start] for source, part in parts]
+        self._first = [int(lengths.sum(dtype=np.int64)) for lengths in before]
+        sizes = [int(lengths.sum(dtype=np.int64)) for lengths in cut]
+        self._bounds = list(accumulate(sizes, initial=0))
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all ranges together."""
+        return self._bounds[-1]
+
+    def stream(self, start: int, length: int) -> NDArray:
+        """Return tokens [start, start + length) of the ranges in order."""
+        if start < 0 or length < 0 or start + length > self.num_tokens:
+            raise IndexError(f"tokens [{start}, {start + length}) of {self.num_tokens}")
+        pieces = []
+        for source, first, begin, end in zip(
+            self._sources, self._first, self._bounds, self._bounds[1:], strict=False
+        ):
+            low, high = max(start, begin), min(start + length, end)
+            if low < high:
+                pieces.append(source.stream(first + low - begin, high - low))
+        return np.concatenate(pieces or [np.empty(0, np.int64)])
+
+    def documents(self) -> Iterator[NDArray]:
+        """Yield the tokens of each sequence."""
+        start = 0
+        for length in self.lengths.tolist():
+            yield self.stream(start, length)
+            start += length
 
 
 def window_numbers(

@@ -131,8 +131,13 @@ class DataSection:
         weights: Share of each entry of `train` in a batch; by default proportional to its number of
             tokens.
         validation: Prefix of prepared held-out tokens.
+        split: Shares of the documents of `train` for training, validation and test, in their order,
+            as in Megatron-LM: `969,30,1`. By default all of them are for training.
+        order: Order of the rows of `train`: `stable` does not depend on the run's length; with
+            `megatron` it is Megatron-LM's for the same seed, split and number of samples.
         tokenizer: File of the tokenizer for `train` or `corpus`: a tokenizer.json or a
-            sentencepiece model.
+            sentencepiece model. Without one, `train` needs `model.vocab_size`, and the run has no
+            bits per byte and generates no text.
         eod: The special token of `tokenizer` that ends a document, such as `<|endoftext|>`; needed
             where the tokenizer has several that may, or none of the usual names.
         packing: Attention between the documents of a sequence. `none` lets a token attend to
@@ -160,6 +165,8 @@ class DataSection:
     train: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     validation: str | None = path_field(".bin", ".idx")
+    split: str | None = None
+    order: Literal["stable", "megatron"] = "stable"
     tokenizer: str | None = path_field("")
     eod: str | None = None
     packing: Literal["none", "documents"] = "none"
@@ -196,6 +203,28 @@ class DataSection:
         if self.weights and len(self.weights) != len(self.train):
             text = f"{len(self.weights)} weights for {len(self.train)} entries of data.train"
             checks.add("weights", f"{text}; give one for each")
+        self._check_split(checks)
         for weight in self.weights:
             if not 0 < weight <= 1e100:
                 checks.add("weights", f"{weight}: every weight must be greater than 0")
+
+    def _check_split(self, checks: Checks) -> None:
+        plain = self.hidden is None and self.spans is None
+        for name, is_set in (("split", self.split is not None), ("order", self.order != "stable")):
+            if is_set and not (self.train and plain):
+                text = "is for data.train with data.objective clm and no spans"
+                checks.add(name, f"{text}; leave it out")
+        if self.split is None or "split" in checks.errors:
+            return
+        from mt_data import DataError, parse_split
+
+        try:
+            train, held_out, _ = parse_split(self.split)
+        except DataError as error:
+            checks.add("split", str(error))
+            return
+        if not train:
+            checks.add("split", f"{self.split} leaves nothing for training; raise its first number")
+        if held_out and self.validation is not None:
+            text = f"{self.split} holds documents out, and data.validation names others"
+            checks.add("split", f"{text}; leave one of them out")

@@ -38,6 +38,7 @@ from mt_train.config.limits import PATH
 from mt_train.config.misfits import clipped_heads, layout_misfits, objective_misfits
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
+from mt_train.config.other_names import hinted
 from mt_train.config.run_config import RunConfig
 from mt_train.problem import ConfigError
 
@@ -204,7 +205,7 @@ class LoadedConfig:
 
 
 def _problem(document: Document, path: str, text: str) -> FieldProblem:
-    return FieldProblem(path, text, document.place(path))
+    return FieldProblem(path, hinted(path, text), document.place(path))
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
@@ -397,12 +398,14 @@ def _model_of_folder(
 def planned_vocab_size(loaded: LoadedConfig) -> int:
     """Return the size of the tokenizer: the given one's, or the one to be trained.
 
+    Token files without a tokenizer have the size that the model states.
+
     Raises:
         ConfigError: The file is no tokenizer.
     """
     data = loaded.config.data
     if data.tokenizer is None:
-        return data.vocab_size
+        return loaded.config.model.vocab_size or 1 if data.train else data.vocab_size
     from mt_data import DataError, load_tokenizer
 
     try:

@@ -325,8 +325,12 @@ class RunConfig:
         data, errors = self.data, {}
         if data.tokenizer is not None or self.model.from_ is not None:
             return {}
-        if data.train:
-            errors["data.tokenizer"] = "missing; data.train needs the tokenizer.json of its tokens"
+        is_plain = data.hidden is None and data.spans is None
+        if data.train and (self.model.vocab_size is None or not is_plain):
+            errors["data.tokenizer"] = (
+                "missing; name the tokenizer.json of the tokens of data.train, or for causal "
+                "language modelling without text set model.vocab_size"
+            )
         if data.eod is not None:
             text = (
                 f"{shorten(data.eod)} is a token of data.tokenizer, which is not set; leave it out"

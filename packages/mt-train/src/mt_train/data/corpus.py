@@ -52,13 +52,13 @@ class Corpus:
     """Prepared token files of a run.
 
     Attributes:
-        tokenizer: Path of the tokenizer.json the tokens were made with.
+        tokenizer: Path of the tokenizer.json the tokens were made with, if it is known.
         train: Prefixes of `.bin/.idx` files.
         weights: Blend weights, empty when prefixes count by their size.
         validation: Prefix of the held-out tokens, if any.
     """
 
-    tokenizer: Path
+    tokenizer: Path | None
     train: tuple[Path, ...]
     weights: tuple[float, ...]
     validation: Path | None
@@ -86,14 +86,21 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
     data = loaded.config.data
     if data.corpus is None:
         return Corpus(
-            tokenizer=Path(data.tokenizer or ""),
+            tokenizer=None if data.tokenizer is None else Path(data.tokenizer),
             train=tuple(Path(prefix) for prefix in data.train),
             weights=data.weights,
             validation=None if data.validation is None else Path(data.validation),
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
     description = {"seed": loaded.config.training.seed, **asdict(data)}
-    for name in ("packing", "spans", "objective", "masking"):  # of the samples, not of the tokens
+    for name in (
+        "packing",
+        "spans",
+        "objective",
+        "masking",
+        "split",
+        "order",
+    ):  # of the samples, not of the tokens
         del description[name]
     if data.hidden is not None and given is None:
         description["special"] = data.hidden.special

@@ -14,7 +14,7 @@ from mt_model import ModelConfig
 from mt_parallel_state import DistributedEnv, ParallelState
 
 from mt_train.agreement import summed
-from mt_train.config.loading import LoadedConfig
+from mt_train.config.loading import LoadedConfig, planned_vocab_size
 from mt_train.data.corpus import (
     Corpus,
     OtherRankError,
@@ -38,13 +38,13 @@ class Basis:
     Attributes:
         corpus: Token files of the run.
         start: Starting point of the run.
-        tokenizer: Tokenizer of the tokens.
-        model: Model for that tokenizer's vocabulary.
+        tokenizer: Tokenizer of the tokens; None for token files without one.
+        model: Model for that tokenizer's vocabulary, or the stated one.
     """
 
     corpus: Corpus
     start: Start
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     model: ModelConfig
 
 
@@ -113,24 +113,28 @@ def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int 
     verify_corpus(corpus)
     basis = _checked(loaded, corpus, start)
     _keep_description(loaded, RunFolder(out))
-    tokenizer = read_bytes(corpus.tokenizer, limit=_TOKENIZER_BYTES)
-    kept = RunFolder(out).tokenizer
-    if not kept.is_file() or kept.is_symlink() or kept.read_bytes() != tokenizer:
-        write_file(kept, tokenizer)
+    if corpus.tokenizer is not None:
+        tokenizer = read_bytes(corpus.tokenizer, limit=_TOKENIZER_BYTES)
+        kept = RunFolder(out).tokenizer
+        if not kept.is_file() or kept.is_symlink() or kept.read_bytes() != tokenizer:
+            write_file(kept, tokenizer)
     return basis
 
 
 def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
     """Check that data, model and start go together."""
-    tokenizer = load_tokenizer(corpus.tokenizer, eod=loaded.config.data.eod)
-    check_tokenizer(loaded, corpus, tokenizer)
+    tokenizer = None
+    if corpus.tokenizer is not None:
+        tokenizer = load_tokenizer(corpus.tokenizer, eod=loaded.config.data.eod)
+        check_tokenizer(loaded, corpus, tokenizer)
     check_packing(loaded, corpus)
-    model = loaded.model(tokenizer.vocab_size)
+    model = loaded.model(planned_vocab_size(loaded) if tokenizer is None else tokenizer.vocab_size)
     check_overrides(loaded, model)
     for part in wanted_parts(loaded.config):
         part.check(loaded, model)
     _check_export(loaded, model, start)
-    check_start(start, loaded, model=model.to_dict(), tokenizer=tokenizer.sha256)
+    digest = None if tokenizer is None else tokenizer.sha256
+    check_start(start, loaded, model=model.to_dict(), tokenizer=digest)
     return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)
 
 

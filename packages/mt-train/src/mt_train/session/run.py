@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from mt_ckpt import RunFolder, SavedTokenizer
 from mt_data import (
     BatchSampler,
     GPTDataset,
-    IndexedDataset,
     SequentialWindows,
     Tokenizer,
     count_text_bytes,
@@ -39,7 +39,7 @@ from mt_train.agreement import summed
 from mt_train.config.loading import LoadedConfig, to_yaml
 from mt_train.config.run_config import RunConfig
 from mt_train.data.corpus import Corpus
-from mt_train.data.datasets import dataset_of
+from mt_train.data.datasets import dataset_of, held_out_tokens, training_sets
 from mt_train.data.mixture import MixedRows, MixedSamples, sources_of
 from mt_train.parts.registry import wanted_parts
 from mt_train.reporting.board import Board
@@ -61,6 +61,7 @@ _EVALUATED = (
     "spans",
     "objective",
     "masking",
+    "split",
 )  # what an evaluation depends on of the data
 
 
@@ -146,7 +147,7 @@ class _Session:
         for part in wanted_parts(config):
             part.check_layout(loaded, model, state.layout)
         training, start = config.training, self.start.progress
-        datasets = [dataset_of(config, prefix, tokenizer, model) for prefix in corpus.train]
+        datasets = training_sets(config, corpus, tokenizer, model)
         mixture = self.start.mixture(sources_of(datasets, corpus.weights))
         steps_left = max(0, training.steps - start.step)
         num_samples = start.samples + steps_left * training.global_batch_size
@@ -158,7 +159,9 @@ class _Session:
             micro_batch_size=training.micro_batch_size,
             dp_rank=state.index("dp"),
             dp_size=state.size("dp"),
-            vocab_size=tokenizer.vocab_size if config.data.spans is None else model.vocab_size,
+            vocab_size=model.vocab_size
+            if tokenizer is None or config.data.spans is not None
+            else tokenizer.vocab_size,
             offset=start.samples - start.step * training.global_batch_size,
         )
         self.trainer = Trainer(config, model, state, sampler=sampler, stop=stop, on_event=on_event)
@@ -170,7 +173,9 @@ class _Session:
             skipped_steps=start.skipped,
             loss_scale=None,  # the trainer's, once there is one to save
             data=mixture,
-            tokenizer=SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
+            tokenizer=None
+            if tokenizer is None
+            else SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
             model=model.to_dict(),
             config=plain_sections(config),
             plugins=loaded.plugins,
@@ -356,7 +361,7 @@ class _Session:
         for part in self.trainer.parts:
             for line in part.lines():
                 reporter.say(line)
-        for line in self.start.describe(self.config, self.tokenizer.sha256):
+        for line in self.start.describe(self.config, self.saved.tokenizer_sha256):
             reporter.say(line)
         if self.trainer.finished:
             reporter.say(f"finished at step {self.trainer.progress.step}; evaluating")
@@ -393,25 +398,25 @@ def _close_quietly(log: MetricsFile | Board) -> None:
 
 
 def _held_out(
-    config: RunConfig, corpus: Corpus, tokenizer: Tokenizer, model: ModelConfig
+    config: RunConfig, corpus: Corpus, tokenizer: Tokenizer | None, model: ModelConfig
 ) -> HeldOut | None:
-    if corpus.validation is None:
-        return None
     evaluation, training = config.evaluation, config.training
-    dataset = dataset_of(config, corpus.validation, tokenizer, model)
-    if not isinstance(dataset, GPTDataset):
-        return HeldOut(
-            windows=dataset,
-            num_bytes=None,
-            micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
-            max_windows=evaluation.max_windows,
-        )
-    indexed = IndexedDataset(corpus.validation)
-    return HeldOut(
-        windows=SequentialWindows(
-            indexed, training.sequence_length, evaluation.stride, start_id=tokenizer.eod_id
-        ),
-        num_bytes=count_text_bytes(indexed, tokenizer),
+    make = partial(
+        HeldOut,
         micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
         max_windows=evaluation.max_windows,
+    )
+    if tokenizer is not None and (config.data.hidden or config.data.spans):
+        if corpus.validation is None:
+            return None
+        return make(windows=dataset_of(config, corpus.validation, tokenizer, model), num_bytes=None)
+    stream = held_out_tokens(config, corpus)
+    if stream is None:
+        return None
+    start_id = None if tokenizer is None else tokenizer.eod_id
+    return make(
+        windows=SequentialWindows(
+            stream, training.sequence_length, evaluation.stride, start_id=start_id
+        ),
+        num_bytes=None if tokenizer is None else count_text_bytes(stream, tokenizer),
     )

@@ -37,7 +37,7 @@ class SavedRun:
         skipped_steps: Number of steps that changed no weight.
         loss_scale: State of the loss scale; null without one.
         data: Mixture of the run's data sets.
-        tokenizer: Tokenizer of the data.
+        tokenizer: Tokenizer of the data; null for token files without one.
         model: Model, from `ModelConfig.to_dict`.
         config: The sections of the configuration, as JSON values.
         plugins: SHA-256 of each plugin, by its path.
@@ -49,7 +49,7 @@ class SavedRun:
     skipped_steps: int
     loss_scale: ScaleState | None
     data: Mixture
-    tokenizer: SavedTokenizer
+    tokenizer: SavedTokenizer | None
     model: Mapping[str, Any]
     config: Mapping[str, Mapping[str, Any]]
     plugins: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +66,11 @@ class SavedRun:
                 if name not in self.config:
                     checks.add("config", f"lacks {name}")
         checks.done()
+
+    @property
+    def tokenizer_sha256(self) -> str | None:
+        """SHA-256 of the tokenizer, if there is one."""
+        return None if self.tokenizer is None else self.tokenizer.sha256
 
     @property
     def progress(self) -> Progress:

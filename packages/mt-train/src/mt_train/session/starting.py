@@ -71,12 +71,12 @@ class Start:
             return Mixture(sources=sources)
         return self.continued.data.continued(sources, self.progress.samples)
 
-    def describe(self, config: RunConfig, tokenizer: str) -> list[str]:
+    def describe(self, config: RunConfig, tokenizer: str | None) -> list[str]:
         """Return lines on where the run starts and which settings change.
 
         Args:
             config: The configuration from here on.
-            tokenizer: The SHA-256 of the tokenizer.
+            tokenizer: The SHA-256 of the tokenizer, if there is one.
         """
         if self.pretrained is not None or self.imported is not None:
             return [f"starting with the weights of {self.pretrained or self.path}"]
@@ -85,7 +85,7 @@ class Start:
         differ = changes(self.saved.config, plain_sections(config))
         if self.weights_only:
             differ = [line for line in differ if line.startswith("model.")]
-            if self.saved.tokenizer.sha256 != tokenizer:
+            if self.saved.tokenizer_sha256 != tokenizer:
                 differ.append("another tokenizer than the weights were trained with")
             return [f"starting with the weights of {self.path}", *(f"  {d}" for d in differ)]
         return [
@@ -134,7 +134,7 @@ def check_start(
     loaded: LoadedConfig,
     *,
     model: dict[str, Any],
-    tokenizer: str,
+    tokenizer: str | None,
 ) -> None:
     """Check that a run can go on with this configuration where another part of it ended.
 
@@ -142,7 +142,7 @@ def check_start(
         start: What it starts from.
         loaded: The configuration from here on.
         model: The model, as `ModelConfig.to_dict` gives it.
-        tokenizer: The SHA-256 of the tokenizer.
+        tokenizer: The SHA-256 of the tokenizer, if there is one.
 
     Raises:
         ResumeError: It can't; all reasons are listed, with the way out.
@@ -155,11 +155,11 @@ def check_start(
     if dict(saved.model) != model:
         lines = changes({"model": before["model"]}, {"model": now["model"]})
         differences += lines or ["model: another architecture"]
-    if saved.tokenizer.sha256 != tokenizer:
-        differences.append(
-            f"data.tokenizer: sha256 {saved.tokenizer.sha256[:12]}... -> {tokenizer[:12]}...; ids "
-            "would mean other text"
+    if saved.tokenizer_sha256 != tokenizer:
+        digests = (
+            f"sha256 {x[:12]}..." if x else "none" for x in (saved.tokenizer_sha256, tokenizer)
         )
+        differences.append(f"data.tokenizer: {' -> '.join(digests)}; ids would mean other text")
     for digest in set(saved.plugins.values()) - set(loaded.plugins.values()):
         names = [path for path, each in saved.plugins.items() if each == digest]
         differences.append(f"plugins: {names[0]} has changed, or is not named")
