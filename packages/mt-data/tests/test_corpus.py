@@ -230,7 +230,7 @@ def test_missing_tyro_says_how_to_install_it(monkeypatch, capsys):
     assert run(capsys, "stats", "x") == (
         2,
         "",
-        "mt-data: the mt-data command needs: pip install 'mt-data[cli]'\n",
+        "mt-data: the mt-data command needs: pip install tyro\n",
     )
 
 

@@ -62,7 +62,7 @@ def test_gigatoken_serves_our_tokenizers_and_says_why_not(tokenizer, make_engine
     for kind in ("wordpiece", "unigram"):
         assert fast_obstacle(Tokenizer(make_engine(kind)).engine) is not None
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    assert fast_obstacle(tokenizer.engine) == ("it is not installed: pip install 'mt-data[fast]'")
+    assert fast_obstacle(tokenizer.engine) == ("it is not installed: pip install gigatoken awkward")
 
 
 def test_sentencepiece_models_are_not_for_gigatoken(make_model, tmp_path):

@@ -229,7 +229,7 @@ def test_missing_library_says_how_to_install_it(monkeypatch, tmp_path):
     (tmp_path / "spm.model").write_bytes(b"\n\0")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'mt-data\[sentencepiece\]'"):
+    with pytest.raises(MissingExtraError, match="pip install sentencepiece"):
         load_tokenizer(tmp_path / "spm.model")
     for call, what in (
         (lambda: train_tokenizer(TEXTS, 300), "training a tokenizer"),
@@ -237,7 +237,7 @@ def test_missing_library_says_how_to_install_it(monkeypatch, tmp_path):
     ):
         with pytest.raises(MissingExtraError) as error:
             call()
-        assert str(error.value) == f"{what} needs: pip install 'mt-data[tokenizers]'"
+        assert str(error.value) == f"{what} needs: pip install tokenizers"
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -181,11 +181,11 @@ def test_a_package_that_is_missing_old_or_broken_is_said(monkeypatch, engine) ->
 
     assert why() is None
     monkeypatch.delattr(sys.modules["transformer_engine.pytorch"], "MXFP8TensorStorage")
-    assert why() == "Transformer Engine is too old: pip install -U 'mt-fp8[te]'"
+    assert why() == "Transformer Engine is too old: pip install -U 'transformer-engine[pytorch]'"
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     assert "Transformer Engine can't be imported" in why()
     monkeypatch.setattr(adapter, "find_spec", lambda name: None)
-    assert why() == "Transformer Engine is not installed: pip install 'mt-fp8[te]'"
+    assert why() == "Transformer Engine is not installed: pip install 'transformer-engine[pytorch]'"
 
 
 @pytest.mark.gpu

@@ -173,7 +173,7 @@ def test_missing_tyro_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     with pytest.raises(SystemExit, match="2"):
         main(["show", "1f1b"])
-    assert "pip install 'mt-schedule[cli]'" in capsys.readouterr().err
+    assert "pip install tyro" in capsys.readouterr().err
 
 
 def test_import_does_not_bring_the_command_line():

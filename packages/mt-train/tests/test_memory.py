@@ -3,7 +3,7 @@
 import pytest
 from mt_train.cli import main
 from mt_train.config.loading import load_config
-from mt_train.memory import count
+from mt_train.memory import PlanMemory, RankMemory, count, verdict
 
 
 def counted(tiny, *overrides):
@@ -62,6 +62,29 @@ def test_the_command_prints_a_table(tiny, capsys):
     out = capsys.readouterr().out
     for words in ("mixer.qkv", "head", "activations in flight", "in the host", "made again"):
         assert words in out
+    assert "fits in 24, 40, 80, 141 and 192 GB" in out
+
+
+@pytest.mark.parametrize(
+    ("gib", "words"),
+    [
+        (
+            30,
+            ["fits in 40, 80, 141 and 192 GB, not in 24 GB", "For 24 GB: training.recompute=full"],
+        ),
+        (300, ["fits in no single device", "For 192 GB: raise parallel.tp"]),
+    ],
+)
+def test_the_verdict_names_devices_and_a_change(tiny, gib, words):
+    plans = {
+        name: PlanMemory(modules={}, peak=share * gib * 2**30 // 10, host=0, flops=0)
+        for name, share in (("run", 5), ("selective", 4), ("full", 1))
+    }
+    held = {"weights": gib * 2**29, "gradients": 0, "optimizer": 0}
+    rank = RankMemory(layers=(range(1),), plans=plans, **held)
+    lines = verdict(load_config(tiny.config).config, [rank])
+    for line, word in zip(lines, words, strict=True):
+        assert word in line
 
 
 @pytest.mark.parametrize("override", ["training.compile=true", "parallel.ep=2"])

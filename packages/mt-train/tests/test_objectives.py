@@ -231,3 +231,13 @@ def test_the_order_of_megatron_is_that_of_the_whole_run_and_its_part_of_a_split(
     assert held_out is not None
     assert held_out.num_tokens == 4 * 30
     assert held_out.stream(29, 2).tolist() == [16 + 29, 17]
+
+
+def test_the_file_of_the_page_for_users_of_megatron_loads(tmp_path) -> None:
+    with IndexedWriter(tmp_path / "ids") as writer:
+        writer.add_document(range(40))
+    page = (EXAMPLES.parents[2] / "docs" / "from-megatron.md").read_text()
+    path = tmp_path / "run.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    data = [f"data.train=[{tmp_path / 'ids'}]", "data.tokenizer=null", "model.vocab_size=64"]
+    assert load_config(path, data).config.optimizer.warmup == 2000

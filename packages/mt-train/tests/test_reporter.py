@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from mt_parallel_state import StopSignals
-from mt_train.reporting.console import Console, PlainLines, make_console, printable
+from mt_train.reporting.console import Console, LivePanel, PlainLines, make_console, printable
 from mt_train.reporting.reporter import Reporter
 
 RECORD = {"step": 1, "loss": 1.0}
+_SPEED = {"tokens_per_second": 1.0, "tflops_per_second": 1.0, "memory_bytes": 1, "eta_seconds": 1}
+STEP = {**RECORD, "lr": 0.1, "grad_norm": 1.0, **_SPEED}
 
 
 class Log:
@@ -103,3 +105,17 @@ def test_a_process_without_a_console_is_silent(monkeypatch) -> None:
     console = make_console(total_steps=1, every=1)
     with console:
         console.say("nobody hears")
+
+
+def test_the_panel_has_no_markup_of_its_own_after_a_sentence(monkeypatch) -> None:
+    import rich.console
+
+    panel = LivePanel(total_steps=10_000)
+    shown = io.StringIO()
+    panel._live.console = rich.console.Console(file=shown, force_terminal=True, width=80)
+    with panel:
+        panel.step({**STEP, "step": 1395, "progress": 0.5})
+        panel.say("saved [dim] step")
+    assert "[dim]loss" not in shown.getvalue()
+    assert "saved [dim] step" in shown.getvalue()
+    assert "50% of the time budget" in shown.getvalue()

@@ -269,7 +269,7 @@ def _run(arguments: list[str]) -> None:
         near = difflib.get_close_matches(command, COMMANDS, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(COMMANDS)}"
         raise DataError(f"there is no command {quote(command)}{hint}")
-    tyro = require("tyro", "cli", "the mt-data command")
+    tyro = require("tyro", "the mt-data command")
     parsed = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="mt-data",

@@ -41,14 +41,15 @@ class MissingExtraError(ImportError):
     """An optional library is missing."""
 
 
-def require(module: str, extra: str, what: str) -> ModuleType:
-    """Import an optional dependency, or name the extra that installs it."""
+def require(module: str, what: str) -> ModuleType:
+    """Import an optional dependency, or name the distribution that has it."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != module:
+        distribution = module.partition(".")[0]
+        if error.name not in (module, distribution):
             raise
-        raise MissingExtraError(f"{what} needs: pip install 'mt-data[{extra}]'") from error
+        raise MissingExtraError(f"{what} needs: pip install {distribution}") from error
 
 
 def at_least(minimum: int, **sizes: int) -> None:

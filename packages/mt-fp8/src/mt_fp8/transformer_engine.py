@@ -86,7 +86,7 @@ def _device_obstacle(device: torch.device, kinds: tuple[str | None, str | None])
 @cache
 def _package_obstacle() -> str | None:
     if find_spec(_PACKAGE) is None:
-        return "Transformer Engine is not installed: pip install 'mt-fp8[te]'"
+        return "Transformer Engine is not installed: pip install 'transformer-engine[pytorch]'"
     try:
         found = import_module(f"{_PACKAGE}.pytorch")
         import_module(f"{_PACKAGE}.pytorch.cpp_extensions")
@@ -94,7 +94,7 @@ def _package_obstacle() -> str | None:
         return f"Transformer Engine can't be imported: {error}"
     names = ("Float8TensorStorage", "MXFP8TensorStorage", "Float8BlockwiseQTensorStorage")
     if not all(hasattr(found, name) for name in names):
-        return "Transformer Engine is too old: pip install -U 'mt-fp8[te]'"
+        return "Transformer Engine is too old: pip install -U 'transformer-engine[pytorch]'"
     return None
 
 

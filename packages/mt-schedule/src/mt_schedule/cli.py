@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         import tyro
     except ModuleNotFoundError:
-        _say("mt-pipeline: this command needs: pip install 'mt-schedule[cli]'", stream=sys.stderr)
+        _say("mt-pipeline: this command needs: pip install tyro", stream=sys.stderr)
         raise SystemExit(USAGE_ERROR) from None
     arguments = sys.argv[1:] if arguments is None else arguments
     command = tyro.extras.subcommand_cli_from_dict(

@@ -80,9 +80,7 @@ def save_lora(
     try:
         from safetensors.torch import save
     except ImportError as error:
-        raise ModuleNotFoundError(
-            "saving adapters needs: pip install 'mt-tensor-parallel[peft]'"
-        ) from error
+        raise ModuleNotFoundError("saving adapters needs: pip install safetensors numpy") from error
     ((rank, alpha, dropout),) = kinds
     targets = _target_modules(module, state) if target_modules is None else set(target_modules)
     config = {

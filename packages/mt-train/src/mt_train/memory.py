@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -34,7 +35,9 @@ from mt_train.parts.registry import wanted_parts
 from mt_train.training.stages import stage_options
 
 Plan = Recompute | RecomputePlan
-_MIB = 2**20
+_MIB, _GIB = 2**20, 2**30
+_DEVICES = (24, 40, 80, 141, 192)  # GB of devices that are sold
+_USABLE = 0.92
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +311,7 @@ def table(loaded: LoadedConfig, ranks: Sequence[RankMemory]) -> str:
     lines += ["", _line("each rank of the pipeline, MiB", names)]
     for index, rank in enumerate(ranks):
         plans = [rank.plans[name] for name in names]
-        always = rank.weights + rank.gradients + rank.optimizer
+        always = _always(rank)
         where = ", ".join(f"{own.start}-{own.stop - 1}" for own in rank.layers)
         lines.append(
             f"pp {index}: layers {where}; weights {rank.weights / _MIB:.2f}, gradients "
@@ -321,7 +324,63 @@ def table(loaded: LoadedConfig, ranks: Sequence[RankMemory]) -> str:
             lines.append(_line("  in the host, of a micro-batch", row))
         row = [f"{q.flops / 1e12:.3g}" for q in plans]
         lines.append(_line("  made again, TFLOP a micro-batch", row))
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *verdict(loaded.config, ranks)]) + "\n"
+
+
+def verdict(config: RunConfig, ranks: Sequence[RankMemory]) -> list[str]:
+    """Say which devices hold the run's largest rank, and what to change for the next smaller one.
+
+    Devices are known by their names' GB, which are GiB; 8% of them are left for the context of the
+    device, for kernels' workspaces and for fragmentation.
+    """
+    need = {name: max(map(partial(_bytes_in_all, name), ranks)) for name in ranks[0].plans}
+    run = need["run"]
+    fits = [size for size in _DEVICES if run <= _USABLE * size * _GIB]
+    small = [size for size in _DEVICES if size not in fits]
+    text = f"The largest rank needs {run / _GIB:.2f} GiB: "
+    text += f"fits in {_listed(fits)} GB" if fits else "fits in no single device"
+    lines = [text + (f", not in {_listed(small)} GB" if small and fits else "")]
+    if not small:
+        return lines
+    wanted = small[-1]
+    for name in ("selective", "attention", "full"):
+        if name in need and need[name] <= _USABLE * wanted * _GIB:
+            plan = (
+                name
+                if name != "attention"
+                else "{rules: [{modules: [norm, activation, attention]}]}"
+            )
+            lines.append(
+                f"For {wanted} GB: training.recompute={plan} needs {need[name] / _GIB:.2f} GiB"
+            )
+            return lines
+    return [*lines, f"For {wanted} GB: {_change(config, max(ranks, key=_always))}"]
+
+
+def _change(config: RunConfig, rank: RankMemory) -> str:
+    """Name the change that lowers the largest part of a rank's memory."""
+    activations = rank.plans["run"].peak
+    sharing = config.data_parallel.strategy == "none" and (config.parallel.dp or 1) > 1
+    if activations > _always(rank) and config.training.micro_batch_size > 1:
+        return "lower training.micro_batch_size, as activations are the largest part"
+    if activations > _always(rank):
+        return "raise parallel.cp or parallel.tp, which share out the activations"
+    if sharing:
+        return "data_parallel.strategy=optimizer shares out masters and moments, full also weights"
+    return "raise parallel.tp, parallel.pp or parallel.dp with a data_parallel.strategy"
+
+
+def _always(rank: RankMemory) -> int:
+    return rank.weights + rank.gradients + rank.optimizer
+
+
+def _bytes_in_all(plan: str, rank: RankMemory) -> int:
+    return _always(rank) + rank.plans[plan].peak
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _groups(

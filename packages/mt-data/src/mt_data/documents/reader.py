@@ -279,7 +279,7 @@ class _Values:
 
 
 def _rows(file: BinaryIO, name: str, policy: _Policy) -> Iterator[tuple[int, object]]:
-    library = require("pyarrow.parquet", "parquet", f"reading {name}")
+    library = require("pyarrow.parquet", f"reading {name}")
     number = 0
     try:
         table = library.ParquetFile(file)

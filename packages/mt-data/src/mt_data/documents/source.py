@@ -162,6 +162,6 @@ def _decompressor(
         import lzma
 
         return lzma.LZMAFile(file), (lzma.LZMAError,)
-    library = require("zstandard", "zstd", f"reading {name}")
+    library = require("zstandard", f"reading {name}")
     stream = library.ZstdDecompressor().stream_reader(file, read_across_frames=True)
     return io.BufferedReader(stream, 1 << 16), (library.ZstdError,)

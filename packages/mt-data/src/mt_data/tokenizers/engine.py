@@ -40,7 +40,7 @@ class JsonEngine:
     @classmethod
     def from_bytes(cls, content: bytes) -> JsonEngine:
         """Build the engine from the content of a `tokenizer.json`."""
-        library = require("tokenizers", "tokenizers", "loading a tokenizer.json")
+        library = require("tokenizers", "loading a tokenizer.json")
         with _reported("is not a tokenizer.json"):
             return cls(library.Tokenizer.from_str(content.decode()))
 
@@ -79,7 +79,7 @@ class ModelEngine:
     suffix = ".model"
 
     def __init__(self, content: bytes) -> None:
-        library = require("sentencepiece", "sentencepiece", "loading a sentencepiece .model")
+        library = require("sentencepiece", "loading a sentencepiece .model")
         self._content = content
         with _reported("is neither a tokenizer.json nor a sentencepiece .model"):
             self._inner = library.SentencePieceProcessor(model_proto=content)

@@ -73,7 +73,7 @@ def fast_obstacle(engine: Engine, sample: Sequence[str] = ()) -> str | None:
     try:
         importlib.import_module("gigatoken")
     except ImportError:
-        return "it is not installed: pip install 'mt-data[fast]'"
+        return "it is not installed: pip install gigatoken awkward"
     try:
         encoder = FastEncoder(engine)
         for texts in (_AWKWARD, list(_every_character()), sample):

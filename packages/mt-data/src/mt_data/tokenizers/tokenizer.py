@@ -270,7 +270,7 @@ def _engine(content: bytes) -> Engine:
     """Return the engine for a file's content."""
     if _is_model(content):
         return ModelEngine(content)
-    require("tokenizers", "tokenizers", "loading a tokenizer")
+    require("tokenizers", "loading a tokenizer")
     try:
         check_record(mt_files.parse_json(content, name="it"))
     except DataError as error:

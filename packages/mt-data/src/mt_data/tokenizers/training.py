@@ -42,7 +42,7 @@ def train_tokenizer(
         pattern: Rule for splitting text before merging: "gpt2", "code" (3 to 5% fewer tokens on
             Python sources), or a regular expression.
     """
-    library = require("tokenizers", "tokenizers", "training a tokenizer")
+    library = require("tokenizers", "training a tokenizer")
     _check_special(special)
     smallest = NUM_BYTES + len(special)
     if not smallest <= vocab_size <= MAX_TRAINED_VOCABULARY:

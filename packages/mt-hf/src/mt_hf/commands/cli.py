@@ -109,7 +109,7 @@ class Verify:
     def run(self) -> int:
         """Run the command."""
         if find_spec("transformers") is None:
-            raise CommandError("comparing needs: pip install 'mt-hf[transformers]'")
+            raise CommandError("comparing needs: pip install transformers")
         if self.tokens < 1 or self.tolerance <= 0:
             raise CommandError("--tokens is 1 or more, and --tolerance above 0")
         from mt_hf.commands.verification import compare
@@ -198,7 +198,8 @@ def _run(arguments: list[str]) -> int:
         raise CommandError(f"there is no command {shorten(command)}. {hint}")
     for name in ("tyro", "mt_ckpt", "mt_data"):
         if find_spec(name) is None:
-            raise CommandError("the mt-hf command needs: pip install 'mt-hf[cli]'")
+            text = "in a clone of the repository, uv sync installs it"
+            raise CommandError(f"the mt-hf command needs {name.replace('_', '-')}: {text}")
     import tyro
 
     parsed: Any = tyro.extras.subcommand_cli_from_dict(

@@ -124,8 +124,8 @@ class _Layers:
         if "bias" in said:
             self._mlp["bias"] = said["bias"]
             self._mixer = {"qkv_bias": said["bias"], "out_bias": said["bias"], **self._mixer}
-        if said.get("positions", "rope") == "rope":
-            self._mixer |= _rope(said)
+        if said.get("positions", "rope") == "rope":  # `rope: null` in a layer: it turns no heads
+            self._mixer |= {"rope": {}, **_rope(said)}
         elif "rope" in said:
             self._mixer["rope"] = said["rope"]
 
@@ -145,8 +145,6 @@ class _Layers:
         if "num_layers" not in said:
             text = "missing; give num_layers, or a list of layers"
             raise FieldError({"num_layers": text}, "gpt")
-        if said.get("positions", "rope") == "rope":
-            self._mixer.setdefault("rope", {})
         layer = self._entry(said.get("layer", {}), is_listed=False)
         if isinstance(layer, LayerConfig):
             yield replace(layer, repeat=said["num_layers"])

@@ -239,7 +239,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
         paths.check_offload(sections["optimizer"])
     logging = bound.parts.get("logging")
     if logging is not None and logging.tensorboard and find_spec("tensorboard") is None:
-        text = "needs: pip install 'mt-train[tensorboard]'"
+        text = "needs: pip install tensorboard"
         problems.append(_problem(document, "logging.tensorboard", text))
     if bound.value is None:
         raise ConfigError(problems, bound.hidden)

@@ -194,8 +194,8 @@ class ExportSection:
 
     Attributes:
         hugging_face: Folder for Hugging Face transformers with the weights of the last step; it
-            needs to be new or empty. The tokenizer and further fields of config.json come from the
-            folder of `model.from`, where there is one.
+            is new or empty, or holds what an earlier end of this run exported. The tokenizer and
+            further fields of config.json come from the folder of `model.from`, where there is one.
         family: Family name in transformers; by default the family of `model.from`, or the first one
             with such a model.
         dtype: Dtype of the exported tensors; by default the dtype of `model.from`, or
@@ -221,7 +221,7 @@ class LoggingSection:
 
     Attributes:
         every: Steps from one line of the console to the next.
-        tensorboard: Write event files into the run folder; needs `mt-train[tensorboard]`.
+        tensorboard: Write event files into the run folder; needs `pip install tensorboard`.
         zeros: Count the gradient's zero elements.
         gradients: Record the norm, the greatest magnitude and the zeros of each layer's gradient,
             as `gradients/layers.0/norm` and so on.

@@ -23,7 +23,7 @@ class Board:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ModuleNotFoundError(
-                "logging.tensorboard needs: pip install 'mt-train[tensorboard]'"
+                "logging.tensorboard needs: pip install tensorboard"
             ) from error
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 

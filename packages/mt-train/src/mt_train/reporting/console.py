@@ -64,6 +64,13 @@ class PlainLines(Console):
             raise
 
 
+def _title(record: Record, total: int, done: float) -> str:
+    """Return how far a run is, with the share of its time if that ends it before its steps."""
+    title = f"step {record['step']} of {total}"
+    by_time = done > record["step"] / total + 1e-9
+    return f"{title}, {done:.0%} of the time budget" if by_time else title
+
+
 class LivePanel(Console):
     """A panel with a progress bar, redrawn a few times a second."""
 
@@ -91,13 +98,14 @@ class LivePanel(Console):
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar
         from rich.table import Table
+        from rich.text import Text
 
         table = Table.grid(padding=(0, 2))
         for name, value in describe(record).items():
-            table.add_row(f"[dim]{name}", value)
+            table.add_row(Text(name, style="dim"), value)  # not markup, which `say` turns off
         done = record.get("progress", record["step"] / self._total)
         bar = ProgressBar(total=1.0, completed=done)
-        return Panel(Group(table, bar), title=f"step {record['step']} of {self._total}")
+        return Panel(Group(table, bar), title=_title(record, self._total, done))
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -25,6 +25,7 @@ from mt_train.data.corpus import (
 )
 from mt_train.parts.registry import wanted_parts
 from mt_train.problem import ConfigError
+from mt_train.session.exporting import obstacle_of
 from mt_train.session.starting import Start, check_start, find_start
 from mt_train.training.optimization import check_overrides
 
@@ -94,7 +95,7 @@ def prepare_on_all_ranks(
     if basis is not None:
         return basis
     start = find_start(loaded, out, held, step=step)
-    return _checked(loaded, prepare_corpus(loaded, out, tokenizer=start.tokenizer), start)
+    return _checked(loaded, prepare_corpus(loaded, out, tokenizer=start.tokenizer), start, out)
 
 
 def _take_folder(out: Path, stack: ExitStack) -> None:
@@ -111,7 +112,7 @@ def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int 
     start = find_start(loaded, out, held, step=step)
     corpus = prepare_corpus(loaded, out, tokenizer=start.tokenizer)
     verify_corpus(corpus)
-    basis = _checked(loaded, corpus, start)
+    basis = _checked(loaded, corpus, start, out)
     _keep_description(loaded, RunFolder(out))
     if corpus.tokenizer is not None:
         tokenizer = read_bytes(corpus.tokenizer, limit=_TOKENIZER_BYTES)
@@ -121,7 +122,7 @@ def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int 
     return basis
 
 
-def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
+def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start, out: Path) -> Basis:
     """Check that data, model and start go together."""
     tokenizer = None
     if corpus.tokenizer is not None:
@@ -132,21 +133,20 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start) -> Basis:
     check_overrides(loaded, model)
     for part in wanted_parts(loaded.config):
         part.check(loaded, model)
-    _check_export(loaded, model, start)
+    _check_export(loaded, model, start, out)
     digest = None if tokenizer is None else tokenizer.sha256
     check_start(start, loaded, model=model.to_dict(), tokenizer=digest)
     return Basis(corpus=corpus, start=start, tokenizer=tokenizer, model=model)
 
 
-def _check_export(loaded: LoadedConfig, model: ModelConfig, start: Start) -> None:
+def _check_export(loaded: LoadedConfig, model: ModelConfig, start: Start, out: Path) -> None:
     """Refuse an export at the end that can't be, before anything is trained."""
     export = loaded.config.export
     if export.hugging_face is None or start.progress.step >= loaded.config.training.steps:
         return
-    folder, family = Path(export.hugging_face), export.family
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        text = f"{folder} exists; name a folder that does not, or is empty"
-        raise loaded.error("export.hugging_face", text)
+    problem, family = obstacle_of(Path(export.hugging_face), out), export.family
+    if problem is not None:
+        raise loaded.error("export.hugging_face", f"{export.hugging_face} {problem}")
     if family is None and loaded.config.model.from_ is not None:
         family = read_description(loaded.config.model.from_).family.name
     try:

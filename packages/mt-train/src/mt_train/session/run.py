@@ -24,8 +24,7 @@ from mt_files import (
     to_plain,
     write_file,
 )
-from mt_hf import export_checkpoint
-from mt_model import DTYPES, ModelConfig, keep_freed_memory
+from mt_model import ModelConfig, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
     DistributedEnv,
@@ -50,6 +49,7 @@ from mt_train.reporting.plot import draw_loss
 from mt_train.reporting.reporter import Reporter
 from mt_train.session import saving
 from mt_train.session.basis import Basis, prepare_on_all_ranks
+from mt_train.session.exporting import export
 from mt_train.session.saved import SavedRun, plain_sections
 from mt_train.training.chosen_kernels import kernel_lines
 from mt_train.training.evaluation import HeldOut, evaluate
@@ -239,19 +239,11 @@ class _Session:
 
     def _export(self, reporter: Reporter) -> None:
         """Write the last checkpoint for other programs, on the first rank; the others wait."""
-        export = self.config.export
-        if export.hugging_face is None:
+        if self.config.export.hugging_face is None:
             return
         if self.state.rank == 0:
-            dtype = DTYPES[export.dtype or self.config.training.dtype]
-            is_told = export.dtype is None and RunFolder(self.out).hugging_face.is_dir()
-            export_checkpoint(
-                self.out,
-                export.hugging_face,
-                family=export.family,
-                dtype=None if is_told else dtype,
-            )
-            reporter.say(f"exported {export.hugging_face}")
+            export(self.config, self.out)
+            reporter.say(f"exported {self.config.export.hugging_face}")
         summed(self.state, 0)
 
     def _draw(self, reporter: Reporter) -> None:

@@ -1,0 +1,66 @@
+"""The export of a run's last step, and the folder that an earlier end of the run left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from mt_ckpt import RunFolder
+from mt_files import FileError, read_json, write_file
+from mt_hf import export_checkpoint
+from mt_model import DTYPES
+
+from mt_train.config.run_config import RunConfig
+
+_RECORD = "export.json"
+_MAX_BYTES = 1 << 20
+
+
+def obstacle_of(folder: Path, out: Path) -> str | None:
+    """Return why a run can't export to a folder; None if it is free or is the run's own export.
+
+    Args:
+        folder: Folder to export to.
+        out: The run's folder.
+    """
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return None
+    try:
+        record = read_json(out / _RECORD, limit=_MAX_BYTES, within=out)
+    except FileError:
+        record = None
+    if not isinstance(record, dict) or record.get("folder") != str(folder.absolute()):
+        return "exists; name a folder that does not, or is empty"
+    if not folder.is_dir() or record.get("files") != _files_of(folder):
+        return "has changed since this run wrote it; name another folder, or remove it"
+    return None
+
+
+def export(config: RunConfig, out: Path) -> None:
+    """Write the last checkpoint for other programs, in place of an earlier export of the run.
+
+    Raises:
+        FileError: The folder can't be written, or is another's.
+        ExchangeError: The model is not of the family.
+    """
+    folder = Path(str(config.export.hugging_face))
+    problem = obstacle_of(folder, out)
+    if problem is not None:
+        raise FileError(str(folder), problem)
+    dtype = DTYPES[config.export.dtype or config.training.dtype]
+    is_told = config.export.dtype is None and RunFolder(out).hugging_face.is_dir()
+    made = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(made, ignore_errors=True)
+    export_checkpoint(out, made, family=config.export.family, dtype=None if is_told else dtype)
+    shutil.rmtree(folder, ignore_errors=True)
+    made.rename(folder)
+    record = {"folder": str(folder.absolute()), "files": _files_of(folder)}
+    write_file(out / _RECORD, json.dumps(record))
+
+
+def _files_of(folder: Path) -> dict[str, list[int]]:
+    """Return the size and the time of change in nanoseconds of each file, by its path."""
+    files = sorted(path for path in folder.rglob("*") if not path.is_dir())
+    found = ((path.relative_to(folder).as_posix(), path.lstat()) for path in files)
+    return {name: [at.st_size, at.st_mtime_ns] for name, at in found}
