@@ -48,7 +48,6 @@ CALLS: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (STATE.ranks, {"axes": "tp"}),
     (STATE.group, {"axes": "tp"}),
     (STATE.level_groups, {"axes": "tp", "sizes": (1,)}),
-    (STATE.block_group, {"axes": "tp", "size": 1}),
     (mt.twin_group, {"group": None}),
     (mt.CheckMode, {"timeout": 3.0}),
     (
@@ -70,7 +69,6 @@ CALLS: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (mt.sharding_of, {"param": PARAM}),
     (mt.global_shape_of, {"param": PARAM, "layout": LAYOUT}),
     (mt.offsets_of, {"param": PARAM, "layout": LAYOUT, "rank": 1}),
-    (mt.blocks, {"ranks": [0, 1, 2, 3], "size": 2}),
     (mt.cut_into_levels, {"ranks": [0, 1, 2, 3], "sizes": (2, 2)}),
     (mt.detect_env, {"environ": {}}),
     (
@@ -101,7 +99,6 @@ CALLS: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (mt.random_uniform, {"key": 1, "index": torch.arange(4)}),
     (mt.must_launch, {"nproc": 1, "env": mt.DistributedEnv()}),
     (is_peer_loss, {"error": None}),
-    (mt.layout_of_mesh, {"mesh": None}),
 ]
 NUMBERS = [-1, 0, 1.5, 10**12, 10**30, -(10**30), math.nan, math.inf, True]
 OTHERS = [None, "x", "", b"x", object(), [], {}, (1, "a"), torch.zeros(2)]

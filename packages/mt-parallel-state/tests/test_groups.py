@@ -103,7 +103,6 @@ def _ask(state: ParallelState) -> None:
     cp = state.size("cp")
     if cp % 2 == 0:
         state.level_groups("cp", (2, cp // 2))
-        state.block_group("cp", 2)
 
 
 @needs_nccl

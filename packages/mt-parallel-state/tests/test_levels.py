@@ -7,7 +7,7 @@ from math import prod
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mt_parallel_state import ParallelLayout, blocks, cut_into_levels
+from mt_parallel_state import ParallelLayout, cut_into_levels
 
 
 def test_hierarchical_levels_match_megatron_goldens() -> None:
@@ -48,10 +48,3 @@ def test_data_parallel_instances_are_two_levels() -> None:
 def test_levels_that_do_not_multiply_to_the_group_are_refused() -> None:
     with pytest.raises(ValueError, match=r"\(2, 3\) multiply to 6, but the group has 8 ranks"):
         cut_into_levels(range(8), (2, 3))
-
-
-def test_blocks_are_aligned_powers_of_two_or_everything() -> None:
-    assert blocks(range(8), 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert blocks(range(6), 6) == [[0, 1, 2, 3, 4, 5]]
-    with pytest.raises(ValueError, match="block size 4 does not cut 6 ranks; use one of 1, 2, 6"):
-        blocks(range(6), 4)

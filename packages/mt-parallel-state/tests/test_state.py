@@ -12,7 +12,6 @@ from mt_parallel_state import (
     GroupOptions,
     ParallelLayout,
     ParallelState,
-    layout_of_mesh,
     twin_group,
 )
 
@@ -196,13 +195,10 @@ def test_a_layout_beyond_the_world_or_elsewhere_is_refused(ranks) -> None:
     ranks(3, outside)
 
 
-def test_level_and_block_groups_reduce_over_their_ranks(ranks) -> None:
+def test_level_groups_reduce_over_their_ranks(ranks) -> None:
     def body() -> list[float]:
         with ParallelState(ParallelLayout(dp=4)) as state:
             inner, outer = state.level_groups("dp", (2, 2))
-            pair = state.block_group("dp", 2)
-            assert pair is inner
-            assert state.block_group("dp", 4) is state.group("dp")
             return [_sum_of_ranks(group) for group in (inner, outer)]
 
     assert ranks(4, body) == [[1.0, 2.0], [1.0, 4.0], [5.0, 2.0], [5.0, 4.0]]
@@ -261,15 +257,13 @@ def test_options_belong_to_the_ranks_whatever_name_they_are_asked_for_by(ranks) 
         return [
             seconds("cp-dp", lambda s: s.group("dp-cp"), cp=2, dp=2),
             seconds("dp-cp", lambda s: s.group("dp"), dp=4),
-            seconds("cp", lambda s: s.block_group("cp", 4), cp=4),
-            seconds("cp", lambda s: s.block_group("cp", 2), cp=4),
             *(
                 seconds("dp", lambda s, i=i: s.level_groups("dp", (2, 2))[i], dp=4)
                 for i in range(2)
             ),
         ]
 
-    assert ranks(4, body) == [[7.0] * 6] * 4
+    assert ranks(4, body) == [[7.0] * 4] * 4
 
 
 def test_options_that_contradict_each_other_are_refused(ranks) -> None:
@@ -291,16 +285,12 @@ def test_options_that_contradict_each_other_are_refused(ranks) -> None:
     ranks(4, body)
 
 
-def test_a_mesh_and_a_layout_turn_into_each_other(ranks) -> None:
+def test_a_mesh_has_the_dims_and_ranks_of_its_axes(ranks) -> None:
     def body() -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-
         layout = ParallelLayout(tp=2, dp=2, order="tp-dp-cp-ep-pp")
         with ParallelState(layout) as state:
             mesh = state.device_mesh("dp-tp")
-            again = layout_of_mesh(mesh)
-            assert (again.tp, again.dp, again.groups("tp")) == (2, 2, layout.groups("tp"))
-        with pytest.raises(ValueError, match="name them among tp, cp, dp, pp"):
-            layout_of_mesh(DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("x", "y")))
+            assert mesh.mesh_dim_names == ("dp", "tp")
+            assert mesh.mesh.tolist() == layout.groups("tp")
 
     ranks(4, body)

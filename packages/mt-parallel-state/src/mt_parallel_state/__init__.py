@@ -30,7 +30,7 @@ from mt_parallel_state.collectives import (
 from mt_parallel_state.gradients import GradSink, WgradStore
 from mt_parallel_state.groups import twin_group
 from mt_parallel_state.layout import ParallelLayout
-from mt_parallel_state.levels import blocks, cut_into_levels
+from mt_parallel_state.levels import cut_into_levels
 from mt_parallel_state.matrix import MatrixSpec
 from mt_parallel_state.options import GroupOptions
 from mt_parallel_state.owner import is_owner
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
         must_launch,
     )
     from mt_parallel_state.launcher import launch
-    from mt_parallel_state.mesh import layout_of_mesh
     from mt_parallel_state.signals import StopSignals, stop_signals
     from mt_parallel_state.store import JoinError
 
@@ -89,7 +88,6 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "apply_outside_graph",
-    "blocks",
     "copy_to_group",
     "cut_into_levels",
     "detect_env",
@@ -105,7 +103,6 @@ __all__ = [
     "is_owner",
     "joined",
     "launch",
-    "layout_of_mesh",
     "leave_process_group",
     "mark_matrix",
     "must_launch",
@@ -134,7 +131,6 @@ __getattr__ = resolve_later(
     environment="DistributedEnv detect_env",
     job="PeerLostError init_process_group is_out_of_memory joined leave_process_group must_launch",
     launcher="launch",
-    mesh="layout_of_mesh",
     signals="stop_signals StopSignals",
     store="JoinError",
 )

@@ -1,8 +1,8 @@
 """Groups cut into levels: neighbours first, then across them.
 
-One primitive serves three uses. Sharding inside an instance and replication across instances
+One primitive serves two uses. Sharding inside an instance and replication across instances
 (HSDP): two levels of `dp-cp`. Hierarchical context parallelism: levels of `cp`, the inner ones
-on fast links. Dynamic context parallelism: aligned blocks of 2, 4, ... ranks of `dp-cp`.
+on fast links.
 """
 
 from __future__ import annotations
@@ -47,18 +47,3 @@ def cut_into_levels(ranks: Sequence[int], sizes: Sequence[int]) -> list[list[lis
         levels.append([[ranks[i + j * stride] for j in range(size)] for i in starts])
         stride *= size
     return levels
-
-
-def blocks(ranks: Sequence[int], size: int) -> list[list[int]]:
-    """Cut one group into aligned blocks of a power of two (the whole group counts as one).
-
-    Raises:
-        ValueError: `size` is neither the whole group nor a power of two that divides it.
-    """
-    check_type("size", size, int)
-    fits = size == len(ranks) or (size > 0 and size & (size - 1) == 0 and len(ranks) % size == 0)
-    if not fits:
-        powers = [2**i for i in range(len(ranks).bit_length()) if len(ranks) % 2**i == 0]
-        valid = ", ".join(str(n) for n in sorted({*powers, len(ranks)}))
-        raise ValueError(f"block size {size} does not cut {len(ranks)} ranks; use one of {valid}")
-    return [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]

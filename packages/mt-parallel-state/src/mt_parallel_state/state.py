@@ -20,7 +20,7 @@ from mt_parallel_state.groups import (
     world_store,
 )
 from mt_parallel_state.layout import EMBEDDING, MIRROR, ParallelLayout
-from mt_parallel_state.levels import blocks, cut_into_levels
+from mt_parallel_state.levels import cut_into_levels
 from mt_parallel_state.options import GroupOptions, check_options
 
 
@@ -44,8 +44,7 @@ class ParallelState:
             layout build no state for it.
         options: Options of the groups of an axes string, e.g. `{"ep":
             GroupOptions(high_priority=True)}`. They belong to the list of ranks, under any name.
-            Levels and blocks inherit the options of their axes, unless the options name their own
-            ranks.
+            Levels inherit the options of their axes, unless the options name their own ranks.
 
     Raises:
         ValueError: The layout does not fit the world, this process is outside it, `rank` is
@@ -136,18 +135,6 @@ class ParallelState:
         levels = cut_into_levels(self.ranks(axes), sizes)
         own = [next(group for group in level if self.rank in group) for level in levels]
         return tuple(self._of(tuple(part), axes, f".level{i}") for i, part in enumerate(own))
-
-    def block_group(self, axes: str, size: int) -> dist.ProcessGroup | None:
-        """Return this rank's group among the aligned blocks of `size` ranks of `axes`.
-
-        `size` is a power of two, or all ranks: that block is the group of `axes` itself.
-
-        Raises:
-            ValueError: The block's group exists with other options, see `options`.
-            RuntimeError: The state is closed.
-        """
-        own = next(block for block in blocks(self.ranks(axes), size) if self.rank in block)
-        return self._of(tuple(own), axes, f".block{size}")
 
     def device_mesh(self, axes: str) -> DeviceMesh:
         """Return a `DeviceMesh` over this rank's group of `axes`, one mesh dim per axis as named.
