@@ -221,7 +221,7 @@ def test_a_family_says_why_a_model_is_not_its_own(saved, tmp_path):
         find_family(llama, "vit")
     with pytest.raises(ExchangeError, match=r"llama: .*ModelConfig.*VisionConfig"):
         find_family(vision_preset("vit-base"), "llama")
-    mixed = vision_preset("vit-base", pooling="mean")
+    mixed = vision_preset("vit-base", pooling="attention")
     with pytest.raises(ExchangeError, match="of no known family") as caught:
         find_family(mixed)
     assert "vit: pooling" in str(caught.value)

@@ -17,13 +17,14 @@ from mt_model import (
     MLPConfig,
     ModelConfig,
     NormConfig,
-    QKNorm,
+    Norms,
     RopeConfig,
     StackConfig,
 )
 
 from mt_hf.family.link import Link, leaves
 from mt_hf.family.rope import check_rope, read_rope, write_rope
+from mt_hf.family.table import model_fields, model_values
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
@@ -48,6 +49,7 @@ ACTIVATION_NAMES: Mapping[Activation, str] = MappingProxyType(
         "relu2": "relu2",
     }
 )
+_PROJECTIONS: Mapping[str, str] = MappingProxyType({part: f"{part}_proj" for part in "qkv"})
 _NORMS: Mapping[str, str] = MappingProxyType(
     {"input_layernorm": "mixer_norm", "post_attention_layernorm": "feed_forward_norm"}
 )
@@ -112,48 +114,45 @@ EntryLinks: TypeAlias = Callable[[str, str, EntryT, int], Iterator[Link]]
 def decoder_config(
     given: DecoderFields,
     *,
-    windows: Iterable[int | None],
-    qk_norm: QKNorm = "none",
-    qkv_bias: bool = False,
-    out_bias: bool = False,
+    windows: Iterable[int | None] = (),
+    bias: bool = False,
     mlp_bias: bool = False,
+    norms: Norms = "pre",
+    **rest: Any,
 ) -> ModelConfig:
-    """Return the model of a config.json; `windows` has an entry for each layer."""
+    """Return the model of a config.json.
+
+    Args:
+        given: Fields of the config.json.
+        windows: Window of each layer; no layer has one by default.
+        bias: Whether the projections of attention have biases.
+        mlp_bias: Whether the projections of the MLP have biases.
+        norms: Place of the norms of each layer.
+        rest: Further fields of the attention of each layer.
+    """
     heads, groups, width = given.heads
-    mlp = MLPConfig(
-        ffn_size=given.intermediate_size, activation=ACTIVATIONS[given.hidden_act], bias=mlp_bias
+    mixer = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=width,
+        rope=given.rope,
+        dropout=given.attention_dropout,
+        **{"qkv_bias": bias, "out_bias": bias, **rest},
     )
+    activation = ACTIVATIONS[given.hidden_act]
+    mlp = MLPConfig(ffn_size=given.intermediate_size, activation=activation, bias=mlp_bias)
+    each = tuple(windows) or (None,) * given.num_hidden_layers
     layers = tuple(
-        LayerConfig(
-            mixer=AttentionConfig(
-                num_heads=heads,
-                num_kv_heads=groups,
-                head_dim=width,
-                rope=given.rope,
-                qk_norm=qk_norm,
-                qkv_bias=qkv_bias,
-                out_bias=out_bias,
-                dropout=given.attention_dropout,
-                window=window,
-            ),
-            feed_forward=mlp,
-        )
-        for window in windows
+        LayerConfig(mixer=replace(mixer, window=window), feed_forward=mlp, norms=norms)
+        for window in each
     )
     return model_of(given, layers)
 
 
 def model_of(given: DecoderFields, layers: tuple[LayerConfig, ...]) -> ModelConfig:
     """Return the model of a config.json, with these layers."""
-    return ModelConfig(
-        vocab_size=given.vocab_size,
-        hidden_size=given.hidden_size,
-        max_sequence_length=given.max_position_embeddings,
-        layers=layers,
-        norm=NormConfig(kind="rms", eps=given.rms_norm_eps, rounds_first=True),
-        tied=given.tie_word_embeddings,
-        init_std=given.initializer_range or ModelConfig.init_std,
-    )
+    norm = NormConfig(kind="rms", eps=given.rms_norm_eps, rounds_first=True)
+    return ModelConfig(**model_values(given), layers=layers, norm=norm)
 
 
 def decoder_fields(kind: type[FieldsT], config: ModelConfig, **rest: Any) -> FieldsT:
@@ -189,19 +188,17 @@ def fields_of(
     """
     known = {item.name for item in fields(kind)}
     common = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
+        **model_fields(config),
         "intermediate_size": mlp.ffn_size,
-        "num_hidden_layers": config.num_layers,
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": getattr(mixer, "num_kv_heads", mixer.num_heads),
         "head_dim": mixer.head_dim,
         "hidden_act": ACTIVATION_NAMES[mlp.activation],
-        "max_position_embeddings": config.max_sequence_length,
-        "initializer_range": config.init_std,
         "rms_norm_eps": config.norm.eps,
-        "tie_word_embeddings": config.tied,
         "attention_dropout": mixer.dropout,
+        "attention_bias": mixer.out_bias,
+        "mlp_bias": mlp.bias,
+        "sliding_window": mixer.window if isinstance(mixer, AttentionConfig) else None,
         **write_rope(mixer.rope),
     }
     shared = {name: value for name, value in common.items() if name in known}
@@ -251,7 +248,7 @@ def decoder_links(
     config: ModelConfig,
     *,
     norms: Mapping[str, str] = _NORMS,
-    attention: EntryLinks[AttentionConfig] | None = None,
+    attention: EntryLinks[Any] | None = None,
     mlp: EntryLinks[Any] | None = None,
 ) -> Iterator[Link]:
     """Yield the links of each parameter, with the names of Llama, Mistral and Qwen.
@@ -266,7 +263,7 @@ def decoder_links(
     yield from end_links(config)
     for index, layer in enumerate(config.layers):
         source, target = f"model.layers.{index}", f"layers.{index}"
-        mixer, entry = cast("AttentionConfig", layer.mixer), cast("Any", layer.feed_forward)
+        mixer, entry = cast("Any", layer.mixer), cast("Any", layer.feed_forward)
         for norm, ours in norms.items():
             yield from leaves(f"{source}.{norm}", f"{target}.{ours}", hidden, bias=False)
         link = attention or attention_links
@@ -302,7 +299,7 @@ def attention_links(
     mixer: AttentionConfig,
     hidden: int,
     *,
-    names: str = "{}_proj",
+    names: Mapping[str, str] = _PROJECTIONS,
     out: str = "o_proj",
 ) -> Iterator[Link]:
     """Yield the links of query, key, value and output projections, and of their norms.
@@ -312,7 +309,7 @@ def attention_links(
         target: Prefix of the parameters.
         mixer: The attention.
         hidden: Width of the residual stream.
-        names: Names of the projections of q, k and v.
+        names: Names of the projections of queries, keys and values, by `q`, `k` and `v`.
         out: Name of the output projection.
     """
     queries = mixer.queries_per_group
@@ -323,7 +320,7 @@ def attention_links(
     for leaf, rest in parts.items():
         for part, place in places.items():
             yield Link(
-                source=f"{source}.{names.format(part)}.{leaf}",
+                source=f"{source}.{names[part]}.{leaf}",
                 shape=(width[part], *rest),
                 target=f"{target}.qkv.{leaf}",
                 box={1: place},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from mt_files import Checks
 from mt_model import (
@@ -146,6 +146,28 @@ def only_square(config: VisionConfig) -> dict[str, Any]:
 def patch_shape(config: VisionConfig) -> Sizes:
     """Return the shape of the convolution's weight."""
     return (config.hidden_size, config.num_channels, *config.patch_size)
+
+
+def encoder_layer_links(
+    source: str, target: str, layer: LayerConfig, hidden: int, *, inner: str
+) -> Iterator[Link]:
+    """Yield the links of a layer's projections, with the names of BERT and ViT.
+
+    Args:
+        source: Prefix of the tensors.
+        target: Prefix of the parameters.
+        layer: The layer.
+        hidden: Width of the residual stream.
+        inner: Name of the module with the projections of queries, keys and values.
+    """
+    mixer, mlp = cast("AttentionConfig", layer.mixer), cast("MLPConfig", layer.feed_forward)
+    attention, ffn = f"{source}.attention", mlp.ffn_size
+    names = {"q": f"{inner}.query", "k": f"{inner}.key", "v": f"{inner}.value"}
+    yield from attention_links(
+        attention, f"{target}.mixer", mixer, hidden, names=names, out="output.dense"
+    )
+    yield from leaves(f"{source}.intermediate.dense", f"{target}.feed_forward.up", ffn, hidden)
+    yield from leaves(f"{source}.output.dense", f"{target}.feed_forward.down", hidden, ffn)
 
 
 def clip_links(config: VisionConfig, prefix: str = "") -> Iterator[Link]:

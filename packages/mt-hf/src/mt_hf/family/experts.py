@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,11 +43,41 @@ class ExpertNames:
 NAMES = ExpertNames()
 
 
-def with_experts(config: ModelConfig, moe: MoEConfig, layers: Iterable[int]) -> ModelConfig:
-    """Return a model with experts instead of the feed-forwards of some layers."""
-    chosen = {*layers}
+@dataclass(frozen=True, kw_only=True)
+class RoutedFields(DecoderFields):
+    """Fields of a config.json about the router of experts.
+
+    The loss of `router_aux_loss_coef` counts in training here regardless of
+    `output_router_logits`; it changes no logit.
+    """
+
+    num_experts_per_tok: int
+    router_aux_loss_coef: float = 0.001
+    output_router_logits: bool = False
+
+
+def experts(given: RoutedFields, **rest: Any) -> MoEConfig:
+    """Return the experts of a config.json.
+
+    Args:
+        given: Fields of the config.json.
+        rest: Further fields of the experts, which replace the usual ones.
+    """
+    usual = {
+        "ffn_size": given.intermediate_size,
+        "top_k": given.num_experts_per_tok,
+        "activation": ACTIVATIONS[given.hidden_act],
+        "aux_loss": given.router_aux_loss_coef,
+    }
+    return MoEConfig(**usual | rest)
+
+
+def with_experts(
+    config: ModelConfig, moe: MoEConfig, layers: Collection[int] | None = None
+) -> ModelConfig:
+    """Return a model with experts instead of the feed-forwards of some layers, or of all."""
     changed = (
-        replace(layer, feed_forward=moe) if index in chosen else layer
+        replace(layer, feed_forward=moe) if layers is None or index in layers else layer
         for index, layer in enumerate(config.layers)
     )
     return replace(config, layers=tuple(changed))
@@ -92,12 +122,11 @@ def dense_of(config: ModelConfig, moe: MoEConfig) -> MLPConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseFields(DecoderFields):
+class SparseFields(RoutedFields):
     """Fields of a Qwen's config.json about experts.
 
     Layers in `mlp_only_layers`, and those whose number from 1 is no multiple of
-    `decoder_sparse_step`, have an MLP of `intermediate_size`. The loss of `router_aux_loss_coef`
-    counts in training here regardless of `output_router_logits`; it changes no logit.
+    `decoder_sparse_step`, have an MLP of `intermediate_size`.
     """
 
     vocab_size: int = 151936
@@ -109,8 +138,6 @@ class SparseFields(DecoderFields):
     num_experts: int = 128
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
-    router_aux_loss_coef: float = 0.001
-    output_router_logits: bool = False
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
 
@@ -132,13 +159,11 @@ class SparseFields(DecoderFields):
     @property
     def moe(self) -> MoEConfig:
         """Config of the experts."""
-        return MoEConfig(
+        return experts(
+            self,
             num_experts=self.num_experts,
             ffn_size=self.moe_intermediate_size,
-            top_k=self.num_experts_per_tok,
-            activation=ACTIVATIONS[self.hidden_act],
             normalize=self.norm_topk_prob,
-            aux_loss=self.router_aux_loss_coef,
         )
 
 

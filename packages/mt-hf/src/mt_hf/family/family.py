@@ -62,7 +62,7 @@ class Family:
     Attributes:
         name: Name of the family, in lower case.
         architectures: Names in `architectures` of config.json.
-        model_types: Values of `model_type`.
+        model_types: Values of `model_type`; the name by default.
         fields: A frozen dataclass of the fields of config.json that change numbers, with the
             defaults of transformers. Other fields are refused, except fields known to change
             nothing. Its `__post_init__` refuses unsupported values. No class may derive from it, as
@@ -87,7 +87,7 @@ class Family:
 
     name: str
     architectures: tuple[str, ...]
-    model_types: tuple[str, ...]
+    model_types: tuple[str, ...] = ()
     fields: type[Any]
     read: Callable[[Any], StackConfig]
     write: Callable[[Any], Any]
@@ -103,6 +103,10 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     hint: str = ""
     like: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.model_types:
+            object.__setattr__(self, "model_types", (self.name,))
 
     def ignores(self, name: str) -> bool:
         """Return whether a folder may contain a tensor that is not read."""

@@ -19,8 +19,21 @@ from mt_hf.family.decoder import (
 )
 from mt_hf.family.experts import ExpertNames, dense_of, experts_of, feed_forward_links
 from mt_hf.family.link import Link, leaves
+from mt_hf.family.table import Names, read_values, write_values
 
 NAMES = ExpertNames(shared="shared_experts")
+_MIXER: Names = {
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "qk_nope_head_dim": "nope_head_dim",
+    "qk_rope_head_dim": "rope_head_dim",
+    "v_head_dim": "v_head_dim",
+}
+_EXPERTS: Names = {
+    "n_routed_experts": "num_experts",
+    "norm_topk_prob": "normalize",
+    "routed_scaling_factor": "scale",
+}
 _LATENT_EPS = 1e-6  # norms of latents ignore rms_norm_eps
 
 
@@ -80,12 +93,10 @@ class LatentFields(DecoderFields):
     def moe(self) -> MoEConfig:
         """The part of the experts' config that the families have in common."""
         return MoEConfig(
-            num_experts=self.n_routed_experts,
+            **read_values(self, _EXPERTS),
             ffn_size=self.moe_intermediate_size,
             top_k=self.num_experts_per_tok or 0,
             activation=ACTIVATIONS[self.hidden_act],
-            normalize=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
             shared_size=self.n_shared_experts * self.moe_intermediate_size,
             aux_loss=0.0 if self.seq_aux else self.aux_loss_alpha,
             sequence_aux_loss=self.aux_loss_alpha if self.seq_aux else 0.0,
@@ -105,12 +116,8 @@ def latent_config(given: LatentFields, moe: MoEConfig, *, interleaved: bool) -> 
     """
     rope = replace(given.rope, interleaved=interleaved)
     mixer = MLAConfig(
+        **read_values(given, _MIXER),
         num_heads=given.num_attention_heads,
-        kv_lora_rank=given.kv_lora_rank,
-        nope_head_dim=given.qk_nope_head_dim,
-        rope_head_dim=given.qk_rope_head_dim,
-        v_head_dim=given.v_head_dim,
-        q_lora_rank=given.q_lora_rank,
         rope=rope,
         down_bias=given.attention_bias,
         out_bias=given.attention_bias,
@@ -142,21 +149,14 @@ def latent_fields(kind: type[LatentT], config: ModelConfig, **rest: Any) -> Late
         found = type(mixer).__name__
         raise ValueError(f"layer 0 has {found}, and no latent attention")  # noqa: TRY004
     found = {
-        "kv_lora_rank": mixer.kv_lora_rank,
-        "q_lora_rank": mixer.q_lora_rank,
-        "qk_nope_head_dim": mixer.nope_head_dim,
-        "qk_rope_head_dim": mixer.rope_head_dim,
+        **write_values(mixer, _MIXER),
+        **write_values(moe, _EXPERTS),
         "qk_head_dim": mixer.head_dim,
         "head_dim": mixer.rope_head_dim,
-        "v_head_dim": mixer.v_head_dim,
-        "attention_bias": mixer.out_bias,
-        "n_routed_experts": moe.num_experts,
         "n_shared_experts": moe.shared_size // moe.width,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.width,
         "first_k_dense_replace": layers[0],
-        "norm_topk_prob": moe.normalize,
-        "routed_scaling_factor": moe.scale,
         "aux_loss_alpha": moe.sequence_aux_loss or moe.aux_loss,
         "seq_aux": not moe.aux_loss,
     }

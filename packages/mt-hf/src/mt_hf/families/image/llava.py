@@ -193,7 +193,6 @@ def llava(decoders: Families) -> Family:
     return Family(
         name=_NAME,
         architectures=("LlavaForConditionalGeneration",),
-        model_types=("llava",),
         fields=LlavaFields,
         read=partial(_read, decoders=decoders),
         write=partial(_write, decoders=decoders),

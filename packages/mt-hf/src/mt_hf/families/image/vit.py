@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 from mt_files import Checks, to_plain
 from mt_model import ClassPoolingConfig, VisionConfig
 
-from mt_hf.family.decoder import attention_links, first_layer
+from mt_hf.family.decoder import first_layer
 from mt_hf.family.encoder import (
     EncoderFields,
     encoder_config,
     encoder_fields,
+    encoder_layer_links,
     patch_shape,
 )
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
 
 _WITH_CLASSES, _WITH_POOLER = "ViTForImageClassification", "ViTModel"
-_PROJECTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "q_proj": "attention.query",
-        "k_proj": "attention.key",
-        "v_proj": "attention.value",
-        "o_proj": "output.dense",
-    }
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,18 +119,11 @@ def _links(config: VisionConfig) -> Iterator[Link]:
     yield Link(source=f"{first}.cls_token", shape=shape, target=target)
     shape, target = (1, config.max_sequence_length, hidden), "embedding.positions.weight"
     yield Link(source=f"{first}.position_embeddings", shape=shape, target=target)
-    mixer, mlp = first_layer(config)
-    for index in range(config.num_layers):
+    for index, layer in enumerate(config.layers):
         source, target = f"{prefix}encoder.layer.{index}", f"layers.{index}"
-        attention = f"{source}.attention"
-        for link in attention_links(attention, f"{target}.mixer", mixer, hidden):
-            name, _, leaf = link.source.removeprefix(f"{attention}.").partition(".")
-            yield replace(link, source=f"{attention}.{_PROJECTIONS[name]}.{leaf}")
+        yield from encoder_layer_links(source, target, layer, hidden, inner="attention")
         yield from leaves(f"{source}.layernorm_before", f"{target}.mixer_norm", hidden)
         yield from leaves(f"{source}.layernorm_after", f"{target}.feed_forward_norm", hidden)
-        ours, ffn = f"{target}.feed_forward", mlp.ffn_size
-        yield from leaves(f"{source}.intermediate.dense", f"{ours}.up", ffn, hidden)
-        yield from leaves(f"{source}.output.dense", f"{ours}.down", hidden, ffn)
     yield from leaves(f"{prefix}layernorm", "final_norm", hidden)
     if classes is None:
         yield from leaves("pooler.dense", "pooling.dense", config.pooled_size, hidden)
@@ -153,7 +138,6 @@ def _number(size: tuple[int, int]) -> int | tuple[int, int]:
 FAMILY = Family(
     name="vit",
     architectures=(_WITH_CLASSES, _WITH_POOLER),
-    model_types=("vit",),
     fields=ViTFields,
     builds=VisionConfig,
     read=_read,

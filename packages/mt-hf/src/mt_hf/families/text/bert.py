@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 from mt_files import Checks, shorten, to_plain
 from mt_model import (
@@ -18,16 +17,20 @@ from mt_model import (
     PooledHeadConfig,
 )
 
-from mt_hf.family.decoder import ACTIVATION_NAMES, ACTIVATIONS, attention_links, first_layer
-from mt_hf.family.encoder import leaves
+from mt_hf.family.decoder import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    check_activation,
+    check_heads,
+    first_layer,
+)
+from mt_hf.family.encoder import encoder_layer_links
 from mt_hf.family.family import Family
-from mt_hf.family.link import Link
+from mt_hf.family.link import Link, leaves
+from mt_hf.family.table import model_fields, model_values
 
 _TOKENS, _BOTH = "BertForMaskedLM", "BertForPreTraining"
 _TIED_BIAS, _OWN_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"
-_PROJECTIONS: Mapping[str, str] = MappingProxyType(
-    {"q_proj": "self.query", "k_proj": "self.key", "v_proj": "self.value", "o_proj": "output.dense"}
-)
 _UNREAD = (
     *("gradient_checkpointing", "classifier_dropout", "directionality", "pooler_fc_size"),
     *("pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
@@ -77,12 +80,8 @@ class BertFields:
         checks.at_least(1, *sizes, "intermediate_size", "max_position_embeddings")
         checks.at_least(1, "type_vocab_size")
         checks.at_most(MAX_LAYERS, "num_hidden_layers")
-        if self.hidden_act not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            checks.add("hidden_act", f"{shorten(self.hidden_act)} is not known; known are {known}")
-        if not checks.errors and self.hidden_size % self.num_attention_heads:
-            text = f"is not a multiple of num_attention_heads={self.num_attention_heads}"
-            checks.add("hidden_size", f"{self.hidden_size} {text}")
+        check_activation(checks, "hidden_act", self.hidden_act)
+        check_heads(checks, self.hidden_size, self.num_attention_heads)
         if self.position_embedding_type != "absolute":
             kind = shorten(self.position_embedding_type)
             checks.add("position_embedding_type", f"{kind} is not built; it is 'absolute'")
@@ -110,21 +109,17 @@ def _read(given: BertFields) -> ModelConfig:
     mlp = MLPConfig(ffn_size=given.intermediate_size, activation=activation, gated=False, bias=True)
     layer = LayerConfig(mixer=mixer, feed_forward=mlp, norms="post", repeat=given.num_hidden_layers)
     return ModelConfig(
-        vocab_size=given.vocab_size,
-        hidden_size=given.hidden_size,
-        max_sequence_length=given.max_position_embeddings,
+        **model_values(given),
         layers=(layer,),
         norm=NormConfig(kind="layer", eps=given.layer_norm_eps),
         final_norm=False,
         positions="learned",
-        tied=given.tie_word_embeddings,
         embedding_norm=True,
         token_types=given.type_vocab_size,
         head_transform=activation,
         head_bias=True,
         pooled_head=given.pooled_head,
         dropout=given.hidden_dropout_prob,
-        init_std=given.initializer_range or ModelConfig.init_std,
     )
 
 
@@ -132,19 +127,14 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     mixer, mlp = first_layer(config)
     fields = BertFields(
         architectures=(_TOKENS if config.pooled_head is None else _BOTH,),
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
+        **model_fields(config),
         num_attention_heads=mixer.num_heads,
         intermediate_size=mlp.ffn_size,
         hidden_act=ACTIVATION_NAMES[mlp.activation],
         hidden_dropout_prob=config.dropout,
         attention_probs_dropout_prob=mixer.dropout,
-        max_position_embeddings=config.max_sequence_length,
         type_vocab_size=config.token_types,
-        initializer_range=config.init_std,
         layer_norm_eps=config.norm.eps,
-        tie_word_embeddings=config.tied,
     )
     return {name: value for name, value in to_plain(fields).items() if name not in _UNREAD}
 
@@ -175,16 +165,10 @@ def _links(config: ModelConfig) -> Iterator[Link]:
 
 
 def _layer_links(source: str, target: str, layer: LayerConfig, hidden: int) -> Iterator[Link]:
-    mixer, mlp = cast("AttentionConfig", layer.mixer), cast("MLPConfig", layer.feed_forward)
-    attention = f"{source}.attention"
-    for link in attention_links(attention, f"{target}.mixer", mixer, hidden):
-        name, _, leaf = link.source.removeprefix(f"{attention}.").partition(".")
-        yield replace(link, source=f"{attention}.{_PROJECTIONS[name]}.{leaf}")
-    yield from leaves(f"{attention}.output.LayerNorm", f"{target}.mixer_output_norm", hidden)
-    ours, ffn = f"{target}.feed_forward", mlp.ffn_size
-    yield from leaves(f"{source}.intermediate.dense", f"{ours}.up", ffn, hidden)
-    yield from leaves(f"{source}.output.dense", f"{ours}.down", hidden, ffn)
-    yield from leaves(f"{source}.output.LayerNorm", f"{target}.feed_forward_output_norm", hidden)
+    yield from encoder_layer_links(source, target, layer, hidden, inner="self")
+    norm = "output.LayerNorm"
+    yield from leaves(f"{source}.attention.{norm}", f"{target}.mixer_output_norm", hidden)
+    yield from leaves(f"{source}.{norm}", f"{target}.feed_forward_output_norm", hidden)
 
 
 def _repeats(config: ModelConfig) -> Mapping[str, str]:
@@ -195,7 +179,6 @@ def _repeats(config: ModelConfig) -> Mapping[str, str]:
 FAMILY = Family(
     name="bert",
     architectures=(_TOKENS, _BOTH),
-    model_types=("bert",),
     fields=BertFields,
     read=_read,
     write=_write,

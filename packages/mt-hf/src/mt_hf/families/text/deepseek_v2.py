@@ -65,7 +65,6 @@ def _write(config: ModelConfig) -> DeepseekV2Fields:
 FAMILY = Family(
     name="deepseek_v2",
     architectures=("DeepseekV2ForCausalLM",),
-    model_types=("deepseek_v2",),
     fields=DeepseekV2Fields,
     read=_read,
     write=_write,

@@ -6,21 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar
 
 from mt_files import Checks
-from mt_model import AttentionConfig, LayerConfig, ModelConfig, NormConfig, QKNorm
+from mt_model import ModelConfig, NormConfig, QKNorm
 
 from mt_hf.family.decoder import (
-    DecoderFields,
     decoder_config,
     decoder_fields,
     decoder_links,
     first_layer,
 )
 from mt_hf.family.family import Family
+from mt_hf.family.windows import WindowFields, window_fields
 
-LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
 _NORMS: Mapping[str, str] = MappingProxyType(
     {
         "input_layernorm": "mixer_norm",
@@ -34,7 +33,7 @@ gemma_links = partial(decoder_links, norms=_NORMS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaFields(DecoderFields):
+class GemmaFields(WindowFields):
     """The specific fields of the config.json of a Gemma from 2 on, with their defaults.
 
     `layer_types` lists the layers with a window; without it, all layers except each
@@ -52,8 +51,6 @@ class GemmaFields(DecoderFields):
     tie_word_embeddings: bool = True
     attention_bias: bool = False
     query_pre_attn_scalar: int = 256
-    sliding_window: int | None = 4096
-    layer_types: tuple[LayerType, ...] | None = None
     final_logit_softcapping: float | None = None
     attn_logit_softcapping: float | None = None
     use_bidirectional_attention: bool | None = None
@@ -67,9 +64,6 @@ class GemmaFields(DecoderFields):
         if self.hidden_act != self.hidden_activation:
             text = f"{self.hidden_act!r} is not hidden_activation={self.hidden_activation!r}"
             checks.add("hidden_act", text)
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            text = f"{len(self.layer_types)} of them for {self.num_hidden_layers} layers"
-            checks.add("layer_types", text)
         if self.use_bidirectional_attention:
             checks.add("use_bidirectional_attention", "true: it is causal here; use false")
         checks.done()
@@ -79,14 +73,9 @@ class GemmaFields(DecoderFields):
         """Distance between layers without a window."""
         return 2
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The window of each layer."""
-        if self.layer_types is None:
-            slides = [bool((i + 1) % self.every_whole) for i in range(self.num_hidden_layers)]
-        else:
-            slides = [kind == "sliding_attention" for kind in self.layer_types]
-        return [self.sliding_window if slide else None for slide in slides]
+    def slides(self, layer: int) -> bool:
+        """Return whether a layer has a window if `layer_types` is missing."""
+        return bool((layer + 1) % self.every_whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +93,18 @@ GemmaT = TypeVar("GemmaT", bound=GemmaFields)
 
 def gemma_config(given: GemmaFields, *, qk_norm: QKNorm = "none") -> ModelConfig:
     """Return the model of a config.json, with one rotary embedding in all layers."""
+    usual = given.query_pre_attn_scalar == given.heads[2]
     config = decoder_config(
         given,
         windows=given.windows,
+        bias=given.attention_bias,
+        norms="sandwich",
         qk_norm=qk_norm,
-        qkv_bias=given.attention_bias,
-        out_bias=given.attention_bias,
+        scale=None if usual else given.query_pre_attn_scalar**-0.5,
+        softcap=given.attn_logit_softcapping,
     )
-    usual = given.query_pre_attn_scalar == given.heads[2]
-    scores = {
-        "scale": None if usual else given.query_pre_attn_scalar**-0.5,
-        "softcap": given.attn_logit_softcapping,
-    }
-
-    def layer(each: LayerConfig) -> LayerConfig:
-        mixer = replace(cast("AttentionConfig", each.mixer), **scores)
-        return replace(each, mixer=mixer, norms="sandwich")
-
     return replace(
         config,
-        layers=tuple(map(layer, config.layers)),
         norm=NormConfig(kind="rms", eps=given.rms_norm_eps, zero_centered=True),
         embedding_scale=given.hidden_size**0.5,
         logit_softcap=given.final_logit_softcapping,
@@ -142,20 +123,15 @@ def gemma_fields(kind: type[GemmaT], config: ModelConfig, **rest: Any) -> GemmaT
         ValueError: The first layer is not attention and an MLP.
     """
     mixer, _ = first_layer(config)
-    mixers = [each.mixer for each in config.layers]
-    windows = [each.window for each in mixers if isinstance(each, AttentionConfig)]
-    types = ["full_attention" if each is None else "sliding_attention" for each in windows]
     scalar = mixer.head_dim if mixer.scale is None else round(mixer.scale**-2)
     return decoder_fields(
         kind,
         config,
         hidden_activation="gelu_pytorch_tanh",
-        attention_bias=mixer.out_bias,
         query_pre_attn_scalar=scalar,
-        sliding_window=next((each for each in windows if each is not None), 4096),
-        layer_types=tuple(types),
         final_logit_softcapping=config.logit_softcap,
         attn_logit_softcapping=mixer.softcap,
+        **{name: value for name, value in window_fields(config).items() if value is not None},
         **rest,
     )
 
@@ -167,7 +143,6 @@ def _write(config: ModelConfig) -> Gemma2Fields:
 FAMILY = Family(
     name="gemma2",
     architectures=("Gemma2ForCausalLM",),
-    model_types=("gemma2",),
     fields=Gemma2Fields,
     read=gemma_config,
     write=_write,

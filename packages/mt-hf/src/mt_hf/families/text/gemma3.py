@@ -104,7 +104,6 @@ def _write(config: ModelConfig) -> Gemma3Fields:
 FAMILY = Family(
     name="gemma3_text",
     architectures=("Gemma3ForCausalLM",),
-    model_types=("gemma3_text",),
     fields=Gemma3Fields,
     read=_read,
     write=_write,

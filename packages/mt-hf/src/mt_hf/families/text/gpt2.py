@@ -186,7 +186,6 @@ def _transposed(source: str, target: str, shape: Sizes, order: Sizes = (1, 0)) -
 FAMILY = Family(
     name="gpt2",
     architectures=("GPT2LMHeadModel",),
-    model_types=("gpt2",),
     fields=GPT2Fields,
     read=_read,
     write=_write,

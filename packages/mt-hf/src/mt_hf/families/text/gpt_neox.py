@@ -28,6 +28,7 @@ from mt_hf.family.decoder import (
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
 from mt_hf.family.rope import check_rope, read_rope, write_rope
+from mt_hf.family.table import model_fields, model_values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +103,10 @@ def _read(given: GPTNeoXFields) -> ModelConfig:
         parallel=given.use_parallel_residual,
     )
     return ModelConfig(
-        vocab_size=given.vocab_size,
-        hidden_size=given.hidden_size,
-        max_sequence_length=given.max_position_embeddings,
+        **model_values(given),
         layers=(layer,) * given.num_hidden_layers,
         norm=NormConfig(kind="layer", eps=given.layer_norm_eps),
-        tied=given.tie_word_embeddings,
         dropout=given.hidden_dropout,
-        init_std=given.initializer_range or ModelConfig.init_std,
     )
 
 
@@ -119,18 +116,13 @@ def _write(config: ModelConfig) -> GPTNeoXFields:
         raise ValueError("layer 0 turns no heads")
     rope = write_rope(mixer.rope)
     return GPTNeoXFields(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
+        **model_fields(config),
         num_attention_heads=mixer.num_heads,
         intermediate_size=mlp.ffn_size,
         hidden_act=ACTIVATION_NAMES[mlp.activation],
         attention_dropout=mixer.dropout,
         hidden_dropout=config.dropout,
-        max_position_embeddings=config.max_sequence_length,
-        initializer_range=config.init_std,
         layer_norm_eps=config.norm.eps,
-        tie_word_embeddings=config.tied,
         use_parallel_residual=config.layers[0].parallel,
         attention_bias=mixer.qkv_bias,
         rotary_emb_base=rope["rope_theta"],
@@ -162,7 +154,6 @@ def _links(config: ModelConfig) -> Iterator[Link]:
 FAMILY = Family(
     name="gpt_neox",
     architectures=("GPTNeoXForCausalLM",),
-    model_types=("gpt_neox",),
     fields=GPTNeoXFields,
     read=_read,
     write=_write,

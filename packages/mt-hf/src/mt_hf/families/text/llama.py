@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from mt_model import ModelConfig
 
@@ -11,7 +12,6 @@ from mt_hf.family.decoder import (
     decoder_config,
     decoder_fields,
     decoder_links,
-    first_layer,
 )
 from mt_hf.family.family import Family
 
@@ -25,27 +25,14 @@ class LlamaFields(DecoderFields):
 
 
 def _read(given: LlamaFields) -> ModelConfig:
-    return decoder_config(
-        given,
-        windows=[None] * given.num_hidden_layers,
-        qkv_bias=given.attention_bias,
-        out_bias=given.attention_bias,
-        mlp_bias=given.mlp_bias,
-    )
-
-
-def _write(config: ModelConfig) -> LlamaFields:
-    mixer, mlp = first_layer(config)
-    bias = {"attention_bias": mixer.out_bias, "mlp_bias": mlp.bias}
-    return decoder_fields(LlamaFields, config, **bias)
+    return decoder_config(given, bias=given.attention_bias, mlp_bias=given.mlp_bias)
 
 
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
-    model_types=("llama",),
     fields=LlamaFields,
     read=_read,
-    write=_write,
+    write=partial(decoder_fields, LlamaFields),
     links=decoder_links,
 )

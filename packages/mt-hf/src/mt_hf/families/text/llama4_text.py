@@ -11,14 +11,12 @@ from mt_files import Checks
 from mt_model import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, TemperatureConfig
 
 from mt_hf.family.decoder import (
-    ACTIVATIONS,
-    DecoderFields,
     decoder_config,
     decoder_links,
     first_mixer,
     mlp_links,
 )
-from mt_hf.family.experts import expert_fields, experts_of, with_experts
+from mt_hf.family.experts import RoutedFields, expert_fields, experts, experts_of, with_experts
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
 
@@ -28,17 +26,15 @@ _THETA = 500000.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama4Fields(DecoderFields):
+class Llama4Fields(RoutedFields):
     """The specific fields of a Llama 4's config.json of its text model, with their defaults.
 
     Layers with 0 in `no_rope_layers`, or by default each `no_rope_layer_interval`-th layer,
     have no rotary embedding and no norms of heads, but a temperature. Layers with a rotary
     embedding attend within their chunk, unless `layer_types` says otherwise. Layers in
     `moe_layers`, or by default each `interleave_moe_layer_step`-th layer, have experts of
-    `intermediate_size`; others have an MLP of `intermediate_size_mlp`. The loss of
-    `router_aux_loss_coef` always counts in training here, independent of
-    `output_router_logits`, which changes no logit. As in transformers, nothing reads
-    `router_jitter_noise` and `for_llm_compressor`.
+    `intermediate_size`; others have an MLP of `intermediate_size_mlp`. As in transformers, nothing
+    reads `router_jitter_noise` and `for_llm_compressor`.
     """
 
     vocab_size: int = 202048
@@ -65,8 +61,6 @@ class Llama4Fields(DecoderFields):
     floor_scale: int = 8192
     attn_scale: float = 0.1
     attention_bias: bool = False
-    output_router_logits: bool = False
-    router_aux_loss_coef: float = 0.001
     router_jitter_noise: float = 0.0
     for_llm_compressor: bool = False
 
@@ -112,24 +106,18 @@ class Llama4Fields(DecoderFields):
 
 
 def _read(given: Llama4Fields) -> ModelConfig:
-    bias = given.attention_bias
     dense = replace(given, intermediate_size=given.intermediate_size_mlp)
-    config = decoder_config(
-        dense, windows=[None] * given.num_hidden_layers, qkv_bias=bias, out_bias=bias
-    )
+    config = decoder_config(dense, bias=given.attention_bias)
     layers = tuple(
         replace(layer, mixer=_mixer(given, first_mixer(config), kind, turns=turns))
         for layer, turns, kind in zip(config.layers, given.turning, given.types, strict=True)
     )
-    moe = MoEConfig(
+    moe = experts(
+        given,
         num_experts=given.num_local_experts,
-        ffn_size=given.intermediate_size,
-        top_k=given.num_experts_per_tok,
-        activation=ACTIVATIONS[given.hidden_act],
         score="sigmoid",
         normalize=False,
         scale_input=True,
-        aux_loss=given.router_aux_loss_coef,
         shared_size=given.intermediate_size,
     )
     return with_experts(replace(config, layers=layers), moe, given.sparse)
@@ -171,7 +159,6 @@ def _write(config: ModelConfig) -> Llama4Fields:
         attn_temperature_tuning=heat is not None,
         floor_scale=Llama4Fields.floor_scale if heat is None else heat.interval,
         attn_scale=Llama4Fields.attn_scale if heat is None else heat.strength,
-        attention_bias=first.out_bias,
         intermediate_size_mlp=wide,
     )
     return replace(found, intermediate_size=moe.width)
@@ -201,7 +188,6 @@ def _feed_forward_links(
 FAMILY = Family(
     name="llama4_text",
     architectures=("Llama4ForCausalLM",),
-    model_types=("llama4_text",),
     fields=Llama4Fields,
     read=_read,
     write=_write,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
+from types import MappingProxyType
 from typing import Any, TypeAlias, cast
 
 from mt_files import Checks, shorten
@@ -13,10 +14,30 @@ from mt_model import MAX_LAYERS, LayerConfig, Mamba2Config, ModelConfig, NormCon
 from mt_hf.family.decoder import end_links
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
+from mt_hf.family.table import Names, model_fields, model_values, read_values, write_values
 
 Limit: TypeAlias = float | Mapping[str, Any]
 """A number; transformers writes infinity as `{"__float__": "Infinity"}`."""
 
+# Fields of the mixer that a Nemotron-H has too.
+STATE_SPACE: Names = MappingProxyType(
+    {
+        "n_groups": "num_groups",
+        "conv_kernel": "conv_size",
+        "use_conv_bias": "conv_bias",
+        "use_bias": "bias",
+        "chunk_size": "chunk_size",
+        "time_step_min": "init_dt_min",
+        "time_step_max": "init_dt_max",
+        "time_step_floor": "init_dt_floor",
+    }
+)
+_MIXER: Names = {
+    **STATE_SPACE,
+    "num_heads": "num_heads",
+    "head_dim": "head_dim",
+    "state_size": "state_size",
+}
 _UNBOUNDED = 1 << 20  # tokens of a sequence, where config.json names no largest number
 
 
@@ -93,30 +114,13 @@ def check_limit(checks: Checks, high: Limit) -> None:
 
 def _read(given: Mamba2Fields) -> ModelConfig:
     low, high = given.time_step_limit
-    mixer = Mamba2Config(
-        num_heads=given.num_heads,
-        head_dim=given.head_dim,
-        state_size=given.state_size,
-        num_groups=given.n_groups,
-        conv_size=given.conv_kernel,
-        conv_bias=given.use_conv_bias,
-        bias=given.use_bias,
-        chunk_size=given.chunk_size,
-        min_dt=low,
-        max_dt=None if isinstance(high, Mapping) or high == inf else high,
-        init_dt_min=given.time_step_min,
-        init_dt_max=given.time_step_max,
-        init_dt_floor=given.time_step_floor,
-    )
+    highest = None if isinstance(high, Mapping) or high == inf else high
+    mixer = Mamba2Config(**read_values(given, _MIXER), min_dt=low, max_dt=highest)
     return ModelConfig(
-        vocab_size=given.vocab_size,
-        hidden_size=given.hidden_size,
-        max_sequence_length=given.max_position_embeddings,
+        **model_values(given),
         layers=(LayerConfig(mixer=mixer, repeat=given.num_hidden_layers),),
         norm=NormConfig(eps=given.layer_norm_epsilon),
         positions="none",
-        tied=given.tie_word_embeddings,
-        init_std=given.initializer_range or ModelConfig.init_std,
     )
 
 
@@ -125,26 +129,11 @@ def _write(config: ModelConfig) -> Mamba2Fields:
     if not isinstance(mixer, Mamba2Config):
         raise ValueError(f"layer 0 is {type(mixer).__name__}, and not Mamba2Config")  # noqa: TRY004
     return Mamba2Fields(
-        num_heads=mixer.num_heads,
-        head_dim=mixer.head_dim,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        state_size=mixer.state_size,
-        num_hidden_layers=config.num_layers,
+        **model_fields(config),
+        **write_values(mixer, _MIXER),
         layer_norm_epsilon=config.norm.eps,
         expand=max(1, mixer.inner_size // config.hidden_size),
-        conv_kernel=mixer.conv_size,
-        n_groups=mixer.num_groups,
-        use_bias=mixer.bias,
-        use_conv_bias=mixer.conv_bias,
-        initializer_range=config.init_std,
-        time_step_min=mixer.init_dt_min,
-        time_step_max=mixer.init_dt_max,
-        time_step_floor=mixer.init_dt_floor,
         time_step_limit=(mixer.min_dt, infinity() if mixer.max_dt is None else mixer.max_dt),
-        chunk_size=mixer.chunk_size,
-        tie_word_embeddings=config.tied,
-        max_position_embeddings=config.max_sequence_length,
     )
 
 
@@ -196,7 +185,6 @@ def mamba2_links(source: str, target: str, mixer: Mamba2Config, hidden: int) -> 
 FAMILY = Family(
     name="mamba2",
     architectures=("Mamba2ForCausalLM",),
-    model_types=("mamba2",),
     fields=Mamba2Fields,
     read=_read,
     write=_write,

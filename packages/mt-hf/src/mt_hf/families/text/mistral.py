@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from mt_model import ModelConfig
 
@@ -11,7 +12,6 @@ from mt_hf.family.decoder import (
     decoder_config,
     decoder_fields,
     decoder_links,
-    first_layer,
 )
 from mt_hf.family.family import Family
 
@@ -30,17 +30,11 @@ def _read(given: MistralFields) -> ModelConfig:
     return decoder_config(given, windows=[given.sliding_window] * given.num_hidden_layers)
 
 
-def _write(config: ModelConfig) -> MistralFields:
-    mixer, _ = first_layer(config)
-    return decoder_fields(MistralFields, config, sliding_window=mixer.window)
-
-
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
-    model_types=("mistral",),
     fields=MistralFields,
     read=_read,
-    write=_write,
+    write=partial(decoder_fields, MistralFields),
     links=decoder_links,
 )

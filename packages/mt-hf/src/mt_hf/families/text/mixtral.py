@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mt_files import Checks
-from mt_model import ModelConfig, MoEConfig
+from mt_model import ModelConfig
 
-from mt_hf.family.decoder import ACTIVATIONS, DecoderFields, decoder_config, first_mixer
+from mt_hf.family.decoder import decoder_config
 from mt_hf.family.experts import (
     ExpertNames,
+    RoutedFields,
     expert_fields,
+    experts,
     experts_of,
     linked_experts,
     with_experts,
@@ -21,12 +23,8 @@ _NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralFields(DecoderFields):
-    """The specific fields of a Mixtral's config.json, with their defaults.
-
-    The loss of `router_aux_loss_coef` always counts in training here, independent of
-    `output_router_logits`, which changes no logit.
-    """
+class MixtralFields(RoutedFields):
+    """The specific fields of a Mixtral's config.json, with their defaults."""
 
     intermediate_size: int = 14336
     num_key_value_heads: int | None = 8
@@ -36,9 +34,7 @@ class MixtralFields(DecoderFields):
     sliding_window: int | None = None
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
-    router_aux_loss_coef: float = 0.001
     router_jitter_noise: float = 0.0
-    output_router_logits: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,29 +46,18 @@ class MixtralFields(DecoderFields):
 
 
 def _read(given: MixtralFields) -> ModelConfig:
-    moe = MoEConfig(
-        num_experts=given.num_local_experts,
-        ffn_size=given.intermediate_size,
-        top_k=given.num_experts_per_tok,
-        activation=ACTIVATIONS[given.hidden_act],
-        aux_loss=given.router_aux_loss_coef,
-    )
-    layers = range(given.num_hidden_layers)
-    return with_experts(
-        decoder_config(given, windows=[given.sliding_window for _ in layers]), moe, layers
-    )
+    config = decoder_config(given, windows=[given.sliding_window] * given.num_hidden_layers)
+    return with_experts(config, experts(given, num_experts=given.num_local_experts))
 
 
 def _write(config: ModelConfig) -> MixtralFields:
     moe, _ = experts_of(config)
-    rest = {"sliding_window": first_mixer(config).window, "num_local_experts": moe.num_experts}
-    return expert_fields(MixtralFields, config, **rest)
+    return expert_fields(MixtralFields, config, num_local_experts=moe.num_experts)
 
 
 FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
-    model_types=("mixtral",),
     fields=MixtralFields,
     read=_read,
     write=_write,

@@ -10,8 +10,9 @@ from typing import Any
 from mt_files import Checks, shorten
 from mt_model import AttentionConfig, LayerConfig, Mamba2Config, MLPConfig, ModelConfig, NormConfig
 
-from mt_hf.families.text.mamba2 import Limit, check_silu, mamba2_links, no_limit
+from mt_hf.families.text.mamba2 import STATE_SPACE, Limit, check_silu, mamba2_links, no_limit
 from mt_hf.family.decoder import (
+    ACTIVATION_NAMES,
     ACTIVATIONS,
     attention_links,
     check_activation,
@@ -20,6 +21,7 @@ from mt_hf.family.decoder import (
 )
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
+from mt_hf.family.table import Names, model_fields, model_values, read_values, write_values
 
 # Words for a layer, those of older files too, and the letters of a pattern.
 _KINDS: Mapping[str, str] = MappingProxyType(
@@ -140,32 +142,12 @@ class NemotronHFields:
 
 
 def _read(given: NemotronHFields) -> ModelConfig:
-    mamba = Mamba2Config(
-        num_heads=given.mamba_num_heads,
-        head_dim=given.mamba_head_dim,
-        state_size=given.ssm_state_size,
-        num_groups=given.n_groups,
-        conv_size=given.conv_kernel,
-        conv_bias=given.use_conv_bias,
-        bias=given.use_bias,
-        chunk_size=given.chunk_size,
-        min_dt=given.time_step_min,  # and no largest, whatever time_step_limit says
-        init_dt_min=given.time_step_min,
-        init_dt_max=given.time_step_max,
-        init_dt_floor=given.time_step_floor,
-    )
-    attention = AttentionConfig(
-        num_heads=given.num_attention_heads,
-        num_kv_heads=given.num_key_value_heads or given.num_attention_heads,
-        head_dim=given.head_dim,
-        dropout=given.attention_dropout,
-    )
-    mlp = MLPConfig(
-        ffn_size=given.intermediate_size,
-        activation=ACTIVATIONS[given.mlp_hidden_act],
-        gated=False,
-        bias=given.mlp_bias,
-    )
+    # The smallest step is time_step_min, and there is no largest, whatever time_step_limit says.
+    mamba = Mamba2Config(**read_values(given, _MAMBA), min_dt=given.time_step_min)
+    groups = given.num_key_value_heads or given.num_attention_heads
+    attention = AttentionConfig(**read_values(given, _ATTENTION, num_kv_heads=groups))
+    activation = ACTIVATIONS[given.mlp_hidden_act]
+    mlp = MLPConfig(**read_values(given, _MLP, activation=activation), gated=False)
     mixers = {"linear_attention": mamba, "full_attention": attention}
     layers: list[LayerConfig] = []
     for kind in given.kinds:
@@ -174,15 +156,11 @@ def _read(given: NemotronHFields) -> ModelConfig:
         else:
             layers.append(LayerConfig(mixer=mixers[kind]))
     return ModelConfig(
-        vocab_size=given.vocab_size,
-        hidden_size=given.hidden_size,
-        max_sequence_length=given.max_position_embeddings,
+        **model_values(given),
         layers=tuple(layers),
         norm=NormConfig(eps=given.layer_norm_epsilon),
         positions="none",
-        tied=given.tie_word_embeddings,
         dropout=given.hidden_dropout,
-        init_std=given.initializer_range or ModelConfig.init_std,
     )
 
 
@@ -191,19 +169,16 @@ def _write(config: ModelConfig) -> NemotronHFields:
     kinds = []
     for index, layer in enumerate(config.layers):
         for entry in layer.entries:
-            if not isinstance(entry, Mamba2Config | AttentionConfig | MLPConfig):
-                kind = type(entry).__name__
-                raise ValueError(f"layer {index} has a {kind}")  # noqa: TRY004
-            kinds.append(_WORDS[type(entry)])
-            found |= _fields_of(entry)
+            if type(entry) not in _ENTRIES:
+                raise ValueError(f"layer {index} has a {type(entry).__name__}")
+            kind, names = _ENTRIES[type(entry)]
+            kinds.append(kind)
+            found |= write_values(entry, names)  # of one layer; the engine compares them all
+    if "mlp_hidden_act" in found:
+        found["mlp_hidden_act"] = ACTIVATION_NAMES[found["mlp_hidden_act"]]
     return NemotronHFields(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=len(kinds),
+        **model_fields(config) | {"num_hidden_layers": len(kinds)},
         layers_block_type=tuple(kinds),
-        tie_word_embeddings=config.tied,
-        max_position_embeddings=config.max_sequence_length,
-        initializer_range=config.init_std,
         layer_norm_epsilon=config.norm.eps,
         hidden_dropout=config.dropout,
         time_step_limit=no_limit(),
@@ -211,44 +186,25 @@ def _write(config: ModelConfig) -> NemotronHFields:
     )
 
 
-_WORDS: Mapping[type, str] = MappingProxyType(
-    {
-        Mamba2Config: "linear_attention",
-        AttentionConfig: "full_attention",
-        MLPConfig: "mlp",
-    }
-)
-_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
-    {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
-)
-
-
-def _fields_of(entry: Mamba2Config | AttentionConfig | MLPConfig) -> dict[str, Any]:
-    """Return the fields of one layer for all layers of its kind; the engine compares them all."""
-    if isinstance(entry, AttentionConfig):
-        return {
-            "num_attention_heads": entry.num_heads,
-            "num_key_value_heads": entry.num_kv_heads,
-            "head_dim": entry.head_dim,
-            "attention_dropout": entry.dropout,
-        }
-    if isinstance(entry, MLPConfig):
-        activation = _ACTIVATIONS.get(entry.activation, entry.activation)
-        size, bias = entry.ffn_size, entry.bias
-        return {"intermediate_size": size, "mlp_hidden_act": activation, "mlp_bias": bias}
-    return {
-        "ssm_state_size": entry.state_size,
-        "mamba_num_heads": entry.num_heads,
-        "mamba_head_dim": entry.head_dim,
-        "n_groups": entry.num_groups,
-        "conv_kernel": entry.conv_size,
-        "time_step_min": entry.init_dt_min,
-        "time_step_max": entry.init_dt_max,
-        "time_step_floor": entry.init_dt_floor,
-        "use_conv_bias": entry.conv_bias,
-        "chunk_size": entry.chunk_size,
-        "use_bias": entry.bias,
-    }
+# The names of config.json by kind of entry.
+_MAMBA: Names = {
+    **STATE_SPACE,
+    "mamba_num_heads": "num_heads",
+    "mamba_head_dim": "head_dim",
+    "ssm_state_size": "state_size",
+}
+_ATTENTION: Names = {
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "attention_dropout": "dropout",
+}
+_MLP: Names = {"intermediate_size": "ffn_size", "mlp_hidden_act": "activation", "mlp_bias": "bias"}
+_ENTRIES: Mapping[type, tuple[str, Names]] = {
+    Mamba2Config: ("linear_attention", _MAMBA),
+    AttentionConfig: ("full_attention", _ATTENTION),
+    MLPConfig: ("mlp", _MLP),
+}
 
 
 def _links(config: ModelConfig) -> Iterator[Link]:
@@ -273,7 +229,6 @@ def _links(config: ModelConfig) -> Iterator[Link]:
 FAMILY = Family(
     name="nemotron_h",
     architectures=("NemotronHForCausalLM",),
-    model_types=("nemotron_h",),
     fields=NemotronHFields,
     read=_read,
     write=_write,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -13,7 +13,6 @@ from mt_hf.family.decoder import (
     decoder_config,
     decoder_fields,
     decoder_links,
-    first_layer,
 )
 from mt_hf.family.family import Family
 
@@ -35,27 +34,14 @@ class Olmo2Fields(DecoderFields):
 
 
 def _read(given: Olmo2Fields) -> ModelConfig:
-    config = decoder_config(
-        given,
-        windows=[None] * given.num_hidden_layers,
-        qk_norm="whole",
-        qkv_bias=given.attention_bias,
-        out_bias=given.attention_bias,
-    )
-    return replace(config, layers=tuple(replace(each, norms="output") for each in config.layers))
-
-
-def _write(config: ModelConfig) -> Olmo2Fields:
-    mixer, _ = first_layer(config)
-    return decoder_fields(Olmo2Fields, config, attention_bias=mixer.out_bias)
+    return decoder_config(given, bias=given.attention_bias, norms="output", qk_norm="whole")
 
 
 FAMILY = Family(
     name="olmo2",
     architectures=("Olmo2ForCausalLM",),
-    model_types=("olmo2",),
     fields=Olmo2Fields,
     read=_read,
-    write=_write,
+    write=partial(decoder_fields, Olmo2Fields),
     links=partial(decoder_links, norms=_NORMS),
 )

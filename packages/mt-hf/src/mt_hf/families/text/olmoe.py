@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mt_files import Checks
-from mt_model import ModelConfig, MoEConfig
+from mt_model import ModelConfig
 
-from mt_hf.family.decoder import ACTIVATIONS, DecoderFields, decoder_config, first_mixer
-from mt_hf.family.experts import expert_fields, experts_of, linked_experts, with_experts
+from mt_hf.family.decoder import decoder_config
+from mt_hf.family.experts import (
+    RoutedFields,
+    expert_fields,
+    experts,
+    experts_of,
+    linked_experts,
+    with_experts,
+)
 from mt_hf.family.family import Family
 
 
 @dataclass(frozen=True, kw_only=True)
-class OlmoeFields(DecoderFields):
-    """The specific fields of an OLMoE's config.json, with their defaults.
-
-    The loss of `router_aux_loss_coef` always counts in training here, independent of
-    `output_router_logits`, which changes no logit.
-    """
+class OlmoeFields(RoutedFields):
+    """The specific fields of an OLMoE's config.json, with their defaults."""
 
     vocab_size: int = 50304
     hidden_size: int = 2048
@@ -33,7 +36,6 @@ class OlmoeFields(DecoderFields):
     num_experts_per_tok: int = 8
     norm_topk_prob: bool = False
     router_aux_loss_coef: float = 0.01
-    output_router_logits: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -44,22 +46,9 @@ class OlmoeFields(DecoderFields):
 
 
 def _read(given: OlmoeFields) -> ModelConfig:
-    config = decoder_config(
-        given,
-        windows=[None] * given.num_hidden_layers,
-        qk_norm="whole",
-        qkv_bias=given.attention_bias,
-        out_bias=given.attention_bias,
-    )
-    moe = MoEConfig(
-        num_experts=given.num_experts,
-        ffn_size=given.intermediate_size,
-        top_k=given.num_experts_per_tok,
-        activation=ACTIVATIONS[given.hidden_act],
-        normalize=given.norm_topk_prob,
-        aux_loss=given.router_aux_loss_coef,
-    )
-    return with_experts(config, moe, range(given.num_hidden_layers))
+    config = decoder_config(given, bias=given.attention_bias, qk_norm="whole")
+    number, normalize = given.num_experts, given.norm_topk_prob
+    return with_experts(config, experts(given, num_experts=number, normalize=normalize))
 
 
 def _write(config: ModelConfig) -> OlmoeFields:
@@ -67,7 +56,6 @@ def _write(config: ModelConfig) -> OlmoeFields:
     return expert_fields(
         OlmoeFields,
         config,
-        attention_bias=first_mixer(config).out_bias,
         num_experts=moe.num_experts,
         norm_topk_prob=moe.normalize,
     )
@@ -76,7 +64,6 @@ def _write(config: ModelConfig) -> OlmoeFields:
 FAMILY = Family(
     name="olmoe",
     architectures=("OlmoeForCausalLM",),
-    model_types=("olmoe",),
     fields=OlmoeFields,
     read=_read,
     write=_write,

@@ -80,7 +80,6 @@ def _write(config: ModelConfig) -> Phi3Fields:
     return decoder_fields(
         Phi3Fields,
         config,
-        sliding_window=mixer.window,
         resid_pdrop=config.dropout,
         embd_pdrop=config.dropout,
         **rest,
@@ -115,7 +114,6 @@ def _mlp(source: str, target: str, mlp: MLPConfig, hidden: int) -> Iterator[Link
 FAMILY = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
-    model_types=("phi3",),
     fields=Phi3Fields,
     read=_read,
     write=_write,

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any
 
-from mt_files import Checks
-from mt_model import AttentionConfig, ModelConfig
+from mt_model import ModelConfig
 
-from mt_hf.family.decoder import (
-    DecoderFields,
-    decoder_config,
-    decoder_fields,
-    decoder_links,
-)
+from mt_hf.family.decoder import decoder_config, decoder_fields, decoder_links
 from mt_hf.family.family import Family
-
-LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
+from mt_hf.family.windows import WindowFields, window_fields, windows_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenFields(DecoderFields):
+class QwenFields(WindowFields):
     """The specific fields of a Qwen's config.json, with their defaults.
 
     `layer_types` lists the layers with a window; without it, the layers from `max_window_layers` on
@@ -32,54 +25,33 @@ class QwenFields(DecoderFields):
     num_key_value_heads: int | None = 32
     max_position_embeddings: int = 32768
     use_sliding_window: bool = False
-    sliding_window: int | None = 4096
     max_window_layers: int = 28
-    layer_types: tuple[LayerType, ...] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        checks = Checks(self)
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            text = f"{len(self.layer_types)} of them for {self.num_hidden_layers} layers"
-            checks.add("layer_types", text)
-        if "sliding_attention" in (self.layer_types or ()) and self.window is None:
-            checks.add("layer_types", "has sliding_attention, but there is no sliding_window")
-        checks.done()
 
     @property
     def window(self) -> int | None:
         """Window size of a layer with a window."""
         return self.sliding_window if self.use_sliding_window else None
 
-    @property
-    def windows(self) -> list[int | None]:
-        """The window of each layer."""
-        count, types = self.num_hidden_layers, self.layer_types
-        if types is None:
-            slides = [index >= self.max_window_layers for index in range(count)]
-        else:
-            slides = [kind == "sliding_attention" for kind in types]
-        return [self.window if slide else None for slide in slides]
+    def slides(self, layer: int) -> bool:
+        """Return whether a layer has a window if `layer_types` is missing."""
+        return layer >= self.max_window_layers
 
 
-def window_fields(config: ModelConfig) -> dict[str, object]:
+def qwen_windows(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of the windows of a model's layers.
 
     Raises:
         ValueError: Layers have different windows.
     """
-    mixers = [layer.mixer for layer in config.layers]
-    found = [mixer.window for mixer in mixers if isinstance(mixer, AttentionConfig)]
-    windows = {window for window in found if window is not None}
-    if len(windows) > 1:
-        raise ValueError(f"the layers have the windows {sorted(windows)}, and there can be one")
-    types = ["full_attention" if window is None else "sliding_attention" for window in found]
-    first = next((i for i, window in enumerate(found) if window is not None), len(found))
+    windows = windows_of(config)
+    sizes = {size for size in windows if size is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"the layers have the windows {sorted(sizes)}, and there can be one")
+    first = next((i for i, size in enumerate(windows) if size is not None), len(windows))
     return {
-        "use_sliding_window": bool(windows),
-        "sliding_window": next(iter(windows), None),
+        **window_fields(config),
+        "use_sliding_window": bool(sizes),
         "max_window_layers": first,
-        "layer_types": tuple(types),
     }
 
 
@@ -93,13 +65,12 @@ def _read(given: Qwen2Fields) -> ModelConfig:
 
 
 def _write(config: ModelConfig) -> Qwen2Fields:
-    return decoder_fields(Qwen2Fields, config, **window_fields(config))
+    return decoder_fields(Qwen2Fields, config, **qwen_windows(config))
 
 
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
-    model_types=("qwen2",),
     fields=Qwen2Fields,
     read=_read,
     write=_write,

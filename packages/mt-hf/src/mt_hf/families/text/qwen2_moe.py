@@ -8,7 +8,7 @@ from typing import Any
 from mt_files import Checks
 from mt_model import ModelConfig
 
-from mt_hf.families.text.qwen2 import LayerType, window_fields
+from mt_hf.families.text.qwen2 import qwen_windows
 from mt_hf.family.decoder import decoder_config, first_mixer
 from mt_hf.family.experts import (
     SparseFields,
@@ -19,10 +19,11 @@ from mt_hf.family.experts import (
     with_experts,
 )
 from mt_hf.family.family import Family
+from mt_hf.family.windows import WindowFields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2MoeFields(SparseFields):
+class Qwen2MoeFields(SparseFields, WindowFields):
     """The specific fields of a Qwen2-MoE's config.json, with their defaults.
 
     `layer_types` lists the layers with a window; without it, every other layer below
@@ -39,31 +40,21 @@ class Qwen2MoeFields(SparseFields):
     num_experts_per_tok: int = 4
     qkv_bias: bool = True
     max_window_layers: int = 28
-    layer_types: tuple[LayerType, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         checks = Checks(self)
         checks.at_least(1, "shared_expert_intermediate_size")
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            text = f"{len(self.layer_types)} of them for {self.num_hidden_layers} layers"
-            checks.add("layer_types", text)
-        has_window = self.use_sliding_window and self.sliding_window is not None
-        if "sliding_attention" in (self.layer_types or ()) and not has_window:
-            checks.add("layer_types", "has sliding_attention, but there is no sliding_window")
         checks.done()
 
     @property
-    def windows(self) -> list[int | None]:
-        """The window of each layer."""
-        if not self.use_sliding_window:
-            return [None] * self.num_hidden_layers
-        count, types = self.num_hidden_layers, self.layer_types
-        if types is None:
-            slides = [i % 2 == 0 and i < self.max_window_layers for i in range(count)]
-        else:
-            slides = [kind == "sliding_attention" for kind in types]
-        return [self.sliding_window if slide else None for slide in slides]
+    def window(self) -> int | None:
+        """Window size of a layer with a window."""
+        return self.sliding_window if self.use_sliding_window else None
+
+    def slides(self, layer: int) -> bool:
+        """Return whether a layer has a window if `layer_types` is missing."""
+        return layer % 2 == 0 and layer < self.max_window_layers
 
 
 def _read(given: Qwen2MoeFields) -> ModelConfig:
@@ -78,7 +69,7 @@ def _write(config: ModelConfig) -> Qwen2MoeFields:
     rest: dict[str, Any] = {
         "qkv_bias": first_mixer(config).qkv_bias,
         "shared_expert_intermediate_size": moe.shared_size,
-        **window_fields(config),
+        **qwen_windows(config),
         **sparse_fields(config),
     }
     return expert_fields(Qwen2MoeFields, config, **rest)
@@ -87,7 +78,6 @@ def _write(config: ModelConfig) -> Qwen2MoeFields:
 FAMILY = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
-    model_types=("qwen2_moe",),
     fields=Qwen2MoeFields,
     read=_read,
     write=_write,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from mt_model import ModelConfig
 
-from mt_hf.families.text.qwen2 import QwenFields, window_fields
-from mt_hf.family.decoder import decoder_config, decoder_fields, decoder_links, first_layer
+from mt_hf.families.text.qwen2 import QwenFields, qwen_windows
+from mt_hf.family.decoder import decoder_config, decoder_fields, decoder_links
 from mt_hf.family.family import Family
 
 
@@ -21,21 +21,16 @@ class Qwen3Fields(QwenFields):
 
 def _read(given: Qwen3Fields) -> ModelConfig:
     bias = given.attention_bias
-    return decoder_config(
-        given, windows=given.windows, qk_norm="head", qkv_bias=bias, out_bias=bias
-    )
+    return decoder_config(given, windows=given.windows, bias=bias, qk_norm="head")
 
 
 def _write(config: ModelConfig) -> Qwen3Fields:
-    mixer, _ = first_layer(config)
-    rest = {"attention_bias": mixer.out_bias, **window_fields(config)}
-    return decoder_fields(Qwen3Fields, config, **rest)
+    return decoder_fields(Qwen3Fields, config, **qwen_windows(config))
 
 
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    model_types=("qwen3",),
     fields=Qwen3Fields,
     read=_read,
     write=_write,

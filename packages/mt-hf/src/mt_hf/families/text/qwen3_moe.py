@@ -35,14 +35,8 @@ class Qwen3MoeFields(SparseFields):
 
 def _read(given: Qwen3MoeFields) -> ModelConfig:
     window = given.sliding_window if given.use_sliding_window else None
-    bias = given.attention_bias
-    config = decoder_config(
-        given,
-        windows=[window] * given.num_hidden_layers,
-        qk_norm="head",
-        qkv_bias=bias,
-        out_bias=bias,
-    )
+    windows = [window] * given.num_hidden_layers
+    config = decoder_config(given, windows=windows, bias=given.attention_bias, qk_norm="head")
     number = given.num_local_experts or given.num_experts
     return with_experts(config, replace(given.moe, num_experts=number), given.sparse)
 
@@ -52,9 +46,7 @@ def _write(config: ModelConfig) -> Qwen3MoeFields:
     return expert_fields(
         Qwen3MoeFields,
         config,
-        attention_bias=mixer.out_bias,
         use_sliding_window=mixer.window is not None,
-        sliding_window=mixer.window,
         num_local_experts=found["num_experts"],
         **found,
     )
@@ -63,7 +55,6 @@ def _write(config: ModelConfig) -> Qwen3MoeFields:
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
-    model_types=("qwen3_moe",),
     fields=Qwen3MoeFields,
     read=_read,
     write=_write,

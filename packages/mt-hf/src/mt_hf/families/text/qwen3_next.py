@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 from mt_files import Checks, shorten
 from mt_model import (
@@ -19,11 +20,26 @@ from mt_model import (
 )
 
 from mt_hf.families.text.mamba2 import check_silu
-from mt_hf.family.decoder import end_links, mlp_links
+from mt_hf.family.decoder import decoder_links
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
+from mt_hf.family.table import Names, model_fields, model_values, read_values, write_values
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
+_ATTENTION: Names = {
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "attention_bias": "qkv_bias",
+    "attention_dropout": "dropout",
+}
+_DELTA: Names = {
+    "linear_conv_kernel_dim": "conv_size",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_num_key_heads": "num_key_heads",
+    "linear_num_value_heads": "num_value_heads",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,34 +126,20 @@ class Qwen3NextFields:
 
 def _read(given: Qwen3NextFields) -> ModelConfig:
     attention = AttentionConfig(
-        num_heads=given.num_attention_heads,
-        num_kv_heads=given.num_key_value_heads,
-        head_dim=given.head_dim,
+        **read_values(given, _ATTENTION),
         rope=given.rope,
         qk_norm="head",
-        qkv_bias=given.attention_bias,
         out_bias=given.attention_bias,
         output_gate=True,
-        dropout=given.attention_dropout,
     )
-    delta = GatedDeltaNetConfig(
-        num_key_heads=given.linear_num_key_heads,
-        num_value_heads=given.linear_num_value_heads,
-        key_dim=given.linear_key_head_dim,
-        value_dim=given.linear_value_head_dim,
-        conv_size=given.linear_conv_kernel_dim,
-    )
+    delta = GatedDeltaNetConfig(**read_values(given, _DELTA))
     mlp = MLPConfig(ffn_size=given.intermediate_size)
     mixers = {_LINEAR: delta, _FULL: attention}
     return ModelConfig(
-        vocab_size=given.vocab_size,
-        hidden_size=given.hidden_size,
-        max_sequence_length=given.max_position_embeddings,
+        **model_values(given),
         layers=tuple(LayerConfig(mixer=mixers[kind], feed_forward=mlp) for kind in given.kinds),
         norm=NormConfig(eps=given.rms_norm_eps, zero_centered=True),
         positions="rope" if _FULL in given.kinds else "none",
-        tied=given.tie_word_embeddings,
-        init_std=given.initializer_range or ModelConfig.init_std,
     )
 
 
@@ -146,22 +148,16 @@ def _write(config: ModelConfig) -> Qwen3NextFields:
     kinds = []
     for index, layer in enumerate(config.layers):
         mixer, mlp = layer.mixer, layer.feed_forward
-        if not isinstance(mixer, GatedDeltaNetConfig | AttentionConfig) or not isinstance(
-            mlp, MLPConfig
-        ):
+        is_known = isinstance(mixer, GatedDeltaNetConfig | AttentionConfig)
+        if not is_known or not isinstance(mlp, MLPConfig):
             names = " and ".join(type(entry).__name__ for entry in layer.entries)
             text = f"layer {index} is {names}, and not a delta net or attention, and an MLP"
-            raise ValueError(text)  # noqa: TRY004
+            raise ValueError(text)
         kinds.append(_FULL if isinstance(mixer, AttentionConfig) else _LINEAR)
         found |= _fields_of(mixer) | {"intermediate_size": mlp.ffn_size}
     return Qwen3NextFields(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        max_position_embeddings=config.max_sequence_length,
-        initializer_range=config.init_std,
+        **model_fields(config),
         rms_norm_eps=config.norm.eps,
-        tie_word_embeddings=config.tied,
         layer_types=tuple(kinds),
         mlp_only_layers=tuple(range(config.num_layers)),
         num_experts=0,
@@ -172,20 +168,10 @@ def _write(config: ModelConfig) -> Qwen3NextFields:
 def _fields_of(mixer: AttentionConfig | GatedDeltaNetConfig) -> dict[str, Any]:
     """Return the fields of one layer for all layers of its kind; the engine compares them all."""
     if isinstance(mixer, GatedDeltaNetConfig):
-        return {
-            "linear_conv_kernel_dim": mixer.conv_size,
-            "linear_key_head_dim": mixer.key_dim,
-            "linear_value_head_dim": mixer.value_dim,
-            "linear_num_key_heads": mixer.num_key_heads,
-            "linear_num_value_heads": mixer.num_value_heads,
-        }
+        return write_values(mixer, _DELTA)
     rope = RopeConfig() if mixer.rope is None else mixer.rope
     return {
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        "attention_bias": mixer.qkv_bias,
-        "attention_dropout": mixer.dropout,
+        **write_values(mixer, _ATTENTION),
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": rope.theta,
@@ -194,24 +180,15 @@ def _fields_of(mixer: AttentionConfig | GatedDeltaNetConfig) -> dict[str, Any]:
     }
 
 
-def _links(config: ModelConfig) -> Iterator[Link]:
-    hidden = config.hidden_size
-    yield from end_links(config)
-    for index, layer in enumerate(config.layers):
-        source, target = f"model.layers.{index}", f"layers.{index}"
-        for norm, ours in (
-            ("input_layernorm", "mixer_norm"),
-            ("post_attention_layernorm", "feed_forward_norm"),
-        ):
-            yield from leaves(f"{source}.{norm}", f"{target}.{ours}", hidden, bias=False)
-        if isinstance(layer.mixer, GatedDeltaNetConfig):
-            names = (f"{source}.linear_attn", f"{target}.mixer")
-            yield from _delta_net_links(*names, layer.mixer, hidden)
-        else:
-            mixer = cast("AttentionConfig", layer.mixer)
-            yield from _attention_links(f"{source}.self_attn", f"{target}.mixer", mixer, hidden)
-        mlp = cast("MLPConfig", layer.feed_forward)
-        yield from mlp_links(f"{source}.mlp", f"{target}.feed_forward", mlp, hidden)
+def _mixer_links(
+    source: str, target: str, mixer: AttentionConfig | GatedDeltaNetConfig, hidden: int
+) -> Iterator[Link]:
+    """Yield the tensors of one mixer."""
+    if isinstance(mixer, AttentionConfig):
+        yield from _attention_links(source, target, mixer, hidden)
+    else:
+        source = f"{source.removesuffix('self_attn')}linear_attn"
+        yield from _delta_net_links(source, target, mixer, hidden)
 
 
 def _delta_net_links(
@@ -274,10 +251,9 @@ def _attention_links(
 FAMILY = Family(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
-    model_types=("qwen3_next",),
     fields=Qwen3NextFields,
     read=_read,
     write=_write,
-    links=_links,
+    links=partial(decoder_links, attention=_mixer_links),
     ignored=(".rotary_emb.inv_freq", "mtp."),
 )

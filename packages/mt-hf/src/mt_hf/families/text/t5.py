@@ -31,6 +31,7 @@ from mt_hf.family.link import Link, leaves
 
 _UNBOUNDED = 1 << 20  # tokens of a sequence, where config.json names no largest number
 _HEAD = "lm_head.weight"
+_PROJECTIONS = {part: part for part in "qkv"}
 WITHOUT_HEAD = (
     "it has neither a decoder nor a head; read the {}ForConditionalGeneration that it was made of"
 )
@@ -250,7 +251,7 @@ def _links(config: ModelConfig) -> Iterator[Link]:
 def _mixer(source: str, target: str, mixer: object, hidden: int) -> Iterator[Link]:
     if isinstance(mixer, AttentionConfig):
         name = f"{source}.SelfAttention"
-        yield from attention_links(name, target, mixer, hidden, names="{}", out="o")
+        yield from attention_links(name, target, mixer, hidden, names=_PROJECTIONS, out="o")
     elif isinstance(mixer, CrossAttentionConfig):
         name, width = f"{source}.EncDecAttention", mixer.num_heads * mixer.head_dim
         yield from leaves(f"{name}.q", f"{target}.query", width, hidden, bias=False)
@@ -279,7 +280,6 @@ def _parts(
 FAMILY = Family(
     name="t5",
     architectures=("T5ForConditionalGeneration",),
-    model_types=("t5",),
     fields=T5Fields,
     read=_read,
     write=partial(fields_of, T5Fields),

@@ -1,0 +1,69 @@
+"""Decoders whose layers may have a sliding window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from mt_files import Checks
+from mt_model import AttentionConfig, ModelConfig
+
+from mt_hf.family.decoder import DecoderFields
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowFields(DecoderFields):
+    """Fields of a decoder with a window in some layers.
+
+    `layer_types` lists these layers; the families differ in what holds without it.
+    """
+
+    sliding_window: int | None = 4096
+    layer_types: tuple[LayerType, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks = Checks(self)
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            text = f"{len(self.layer_types)} of them for {self.num_hidden_layers} layers"
+            checks.add("layer_types", text)
+        if _SLIDING in (self.layer_types or ()) and self.window is None:
+            checks.add("layer_types", f"has {_SLIDING}, but there is no sliding_window")
+        checks.done()
+
+    @property
+    def window(self) -> int | None:
+        """Window size of a layer with a window."""
+        return self.sliding_window
+
+    def slides(self, layer: int) -> bool:
+        """Return whether a layer has a window if `layer_types` is missing."""
+        del layer
+        return False
+
+    @property
+    def windows(self) -> list[int | None]:
+        """The window of each layer."""
+        if self.layer_types is None:
+            slides = [self.slides(index) for index in range(self.num_hidden_layers)]
+        else:
+            slides = [kind == _SLIDING for kind in self.layer_types]
+        return [self.window if slide else None for slide in slides]
+
+
+def windows_of(config: ModelConfig) -> list[int | None]:
+    """Return the window of each layer with attention."""
+    mixers = [layer.mixer for layer in config.layers]
+    return [mixer.window for mixer in mixers if isinstance(mixer, AttentionConfig)]
+
+
+def window_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return `sliding_window` and `layer_types` of a model; the caller compares all layers."""
+    windows = windows_of(config)
+    return {
+        "sliding_window": next((size for size in windows if size is not None), None),
+        "layer_types": tuple(_FULL if size is None else _SLIDING for size in windows),
+    }
