@@ -17,10 +17,11 @@ from mt_fusions import (
 )
 from mt_kernels import AUTO
 from mt_model import Activation, NormConfig
+from mt_model.attend.distance import spread_in_order
 from mt_model.attend.pairs import Pairs
 from mt_model.attend.reference import reference_attention
 from mt_model.attend.scores import Scores
-from mt_model.attention.matmul_attention import HeadNorm, matmul_attention, plain_matmul_attention
+from mt_model.attention.matmul_attention import HeadNorm, matmul_attention
 from mt_model.block.norm import build_norm
 from mt_model.kernels.gemm import CpuGemm
 from mt_model.recurrent.causal_convolution import silu_convolution, silu_convolution_reference
@@ -345,6 +346,23 @@ def attend_by_torch(qkv, query_weight, key_weight, table, *, norm):
     query, key, value = (t.flatten(2, 3).transpose(1, 2) for t in (query, key, value))
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(2)
+
+
+def plain_matmul_attention(qkv, table, norm, *, pairs=None, bias=None):
+    """Norms, rotation, softmax attention, in plain operations."""
+    query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    if norm is not None:
+        query = rms_norm_reference(query, norm.query, norm.eps)
+        key = rms_norm_reference(key, norm.key, norm.eps)
+    if table is not None:
+        query, key = ROPE.get("reference").function(query, key, *table)
+    query, key, value = (t.flatten(2, 3) for t in (query, key, value))
+    places = range(qkv.shape[1])
+    allowed = (pairs or Pairs()).allowed(places, places, qkv.device)
+    allowed = allowed[:, None] if allowed.dim() == 3 else allowed
+    added = None if bias is None else spread_in_order(bias.to(qkv.dtype), places, places)
+    scores = Scores(scale=qkv.shape[-1] ** -0.5, allowed=allowed, bias=added)
+    return reference_attention(query, key, value, scores).flatten(2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

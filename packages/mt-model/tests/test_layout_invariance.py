@@ -85,7 +85,7 @@ def draw_text(rng: random.Random) -> ModelConfig:
 
 
 def draw_images(rng: random.Random, num_classes: int | None) -> VisionConfig:
-    pooling = rng.choice(["class", "mean", "attention"])
+    pooling = rng.choice(["class", "attention"])
     return vit(
         image_size=8,
         patch_size=4,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from mt_model.recurrent.causal_convolution import causal_convolution
 from mt_model.recurrent.decay import segments_of
-from mt_model.recurrent.delta_rule import DeltaSteps, delta_rule, delta_rule_reference
-from mt_model.recurrent.ssd import SsdSteps, ssd, ssd_reference
+from mt_model.recurrent.delta_rule import DeltaSteps, delta_rule, delta_rule_step
+from mt_model.recurrent.ssd import SsdSteps, ssd, ssd_step
 
 DOCUMENTS = torch.tensor([[4] * 3 + [2] * 1 + [9] * 9, [1] * 13])
 
@@ -28,6 +28,40 @@ def delta_inputs(dtype=torch.float64):
     parts = (query, key, value, log_decay, beta, state)
     *steps, state = (part.to(dtype).requires_grad_() for part in parts)
     return DeltaSteps(*steps), state
+
+
+def ssd_reference(steps, *, state=None, segments=None):
+    """Take the steps one by one; only the rate is the same for all tokens."""
+    x, dt, rate, b, c = steps
+
+    def step(x, dt, b, c, *, state):
+        return ssd_step(SsdSteps(x, dt, rate, b, c), state)
+
+    return step_by_step(step, (x, dt, b, c), (*x.shape[2:], b.shape[-1]), state, segments)
+
+
+def delta_rule_reference(steps, *, state=None, segments=None):
+    """Take the steps one by one."""
+
+    def step(*parts, state):
+        return delta_rule_step(DeltaSteps(*parts), state)
+
+    sizes = (steps.value.shape[2], steps.key.shape[-1], steps.value.shape[-1])
+    return step_by_step(step, steps, sizes, state, segments)
+
+
+def step_by_step(step, parts, sizes, state, segments):
+    """Outputs and last state of a recurrence, from a zero state where a document begins."""
+    if state is None:
+        wide = torch.promote_types(parts[0].dtype, torch.float32)
+        state = torch.zeros(parts[0].shape[0], *sizes, dtype=wide)
+    outputs = []
+    for t in range(parts[0].shape[1]):
+        if segments is not None and t:
+            state = state * (segments[:, t] == segments[:, t - 1])[:, None, None, None]
+        y, state = step(*(part[:, t] for part in parts), state=state)
+        outputs.append(y)
+    return torch.stack(outputs, 1), state
 
 
 RULES = {

@@ -13,7 +13,6 @@ from mt_model import (
     VISION_PRESETS,
     AttentionPoolingConfig,
     ClassPoolingConfig,
-    MeanPoolingConfig,
     MLPConfig,
     ModelConfig,
     RopeConfig,
@@ -54,8 +53,7 @@ VARIANTS = {
     "clip_odd": {**CLIP, "image_size": (12, 16), "dropout": 0.1},
     "siglip": {"class_token": False, "pooling": "attention", "activation": "gelu_tanh"},
     "attention_class": {"pooling": "attention"},
-    "mean": {"pooling": MeanPoolingConfig(norm=True), "attention_dropout": 0.1},
-    "mean_odd": {"pooling": "mean", "class_token": False, "dropout": 0.1, "num_channels": 2},
+    "siglip_odd": {"class_token": False, "pooling": "attention", "dropout": 0.1, "num_channels": 2},
 }
 
 
@@ -278,7 +276,7 @@ def test_features_are_whole_on_every_rank(ranks, variant):
 
 
 def attention_dropout_with_padding():
-    config = vit(**{**TINY, "class_token": False, "pooling": "mean", "attention_dropout": 0.1})
+    config = vit(**{**TINY, "class_token": False, "pooling": "attention", "attention_dropout": 0.1})
     with ParallelState(ParallelLayout(tp=2)) as state:
         model = VisionEncoder(config, state, sequence_parallel=True)
         with pytest.raises(ValueError, match="1 tokens of padding that 9 tokens need for tp=2"):

@@ -49,7 +49,6 @@ from mt_model.vision.image_input_config import ImageInputConfig, expand_image_to
 from mt_model.vision.pooling_config import (
     AttentionPoolingConfig,
     ClassPoolingConfig,
-    MeanPoolingConfig,
     PoolingConfig,
 )
 
@@ -130,7 +129,6 @@ __all__ = [
     "MLPConfig",
     "MTPConfig",
     "Mamba2Config",
-    "MeanPoolingConfig",
     "MixerConfig",
     "MoEConfig",
     "ModelConfig",

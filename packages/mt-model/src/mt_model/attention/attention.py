@@ -252,15 +252,8 @@ class Attention(nn.Module):
 
     def weight_dropout(self, shared: ForwardContext) -> AttentionDropout | None:
         """Return the dropout of attention weights in a pass; None where nothing is dropped."""
-        if shared.sample_ids is None or not self.dropout.probability:
-            return None
-        return AttentionDropout(
-            probability=self.dropout.probability,
-            key=self.dropout.draws,
-            sample_ids=shared.sample_ids,
-            first_head=self.first_head,
-            num_heads=self.num_heads,
-        )
+        heads = {"first_head": self.first_head, "num_heads": self.num_heads}
+        return self.dropout.of_weights(shared.sample_ids, **heads)
 
     def bias_by_distance(self, shared: ForwardContext, length: int) -> Tensor | None:
         """Return the bias of this rank's scores by distance; None for none.

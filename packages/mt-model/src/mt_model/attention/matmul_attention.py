@@ -10,15 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from mt_fusions import RMS_NORM, ROPE
 from mt_kernels import Candidate, Registry
 from torch import Tensor
 
-from mt_model.attend.distance import spread_in_order
 from mt_model.attend.matmul_operator import Form, attend_by_products
 from mt_model.attend.pairs import Pairs
-from mt_model.attend.reference import reference_attention
-from mt_model.attend.scores import Scores
 from mt_model.kernels.config import Kernels
 from mt_model.rope.rotary import RotaryTable
 
@@ -40,36 +36,6 @@ class HeadNorm(NamedTuple):
     eps: float
 
 
-def plain_matmul_attention(
-    qkv: Tensor,
-    table: RotaryTable | None,
-    norm: HeadNorm | None,
-    *,
-    scale: float | None = None,
-    pairs: Pairs | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Norm and rotate queries and keys, then softmax attention, in plain operations.
-
-    Shape:
-        As `matmul_attention`.
-    """
-    query, key, value = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
-    if norm is not None:
-        plain = RMS_NORM.get("reference").function
-        query, key = plain(query, norm.query, norm.eps), plain(key, norm.key, norm.eps)
-    if table is not None:
-        query, key = ROPE.get("reference").function(query, key, *table)
-    query, key, value = (t.flatten(2, 3) for t in (query, key, value))
-    pairs, places = pairs or Pairs(), range(qkv.shape[1])
-    allowed = pairs.allowed(places, places, qkv.device)
-    allowed = allowed[:, None] if allowed.dim() == 3 else allowed
-    factor = qkv.shape[-1] ** -0.5 if scale is None else scale
-    added = None if bias is None else spread_in_order(bias.to(qkv.dtype), places, places)
-    scores = Scores(scale=factor, allowed=allowed, bias=added)
-    return reference_attention(query, key, value, scores).flatten(2)
-
-
 def matmul_attention(
     qkv: Tensor,
     table: RotaryTable | None,
@@ -79,7 +45,7 @@ def matmul_attention(
     pairs: Pairs | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`plain_matmul_attention` as an operator, which `torch.compile` takes as one node.
+    """Norm and rotate queries and keys, then attend; an operator, one node for `torch.compile`.
 
     Scores are rounded to the dtype of `qkv`; norms and the softmax are taken in fp32 for bf16.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from mt_context_parallel import AttentionDropout
 from mt_parallel_state import hash_key, random_uniform
 from torch import Tensor
 
@@ -41,6 +42,26 @@ class DropoutSite:
             return x
         keep = random_uniform(self.draws, index) >= self.probability
         return x * keep.to(x.dtype).div_(1 - self.probability)
+
+    def of_weights(
+        self, sample_ids: Tensor | None, *, first_head: int, num_heads: int
+    ) -> AttentionDropout | None:
+        """Return the dropout of attention weights; None where nothing is dropped.
+
+        Args:
+            sample_ids: Number of each sequence's sample; None without dropout.
+            first_head: First query head of this rank.
+            num_heads: Number of query heads of the whole model.
+        """
+        if sample_ids is None or not self.probability:
+            return None
+        return AttentionDropout(
+            probability=self.probability,
+            key=self.draws,
+            sample_ids=sample_ids,
+            first_head=first_head,
+            num_heads=num_heads,
+        )
 
 
 def hidden_index(

@@ -18,7 +18,6 @@ from mt_model.vision.config import VisionConfig
 from mt_model.vision.pooling_config import (
     AttentionPoolingConfig,
     ClassPoolingConfig,
-    MeanPoolingConfig,
     PoolingConfig,
 )
 
@@ -40,7 +39,7 @@ def vit(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform enco
     class_token: bool = True,
     embedding_norm: bool = False,
     final_norm: bool = True,
-    pooling: Literal["class", "mean", "attention"] | PoolingConfig | None = "class",
+    pooling: Literal["class", "attention"] | PoolingConfig | None = "class",
     num_classes: int | None = None,
     projection_size: int | None = None,
     dropout: float = 0.0,
@@ -95,7 +94,6 @@ def vit(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform enco
     )
     usual: dict[str, PoolingConfig] = {
         "class": ClassPoolingConfig(),
-        "mean": MeanPoolingConfig(),
         "attention": AttentionPoolingConfig(
             num_heads=num_heads, head_dim=head_dim, feed_forward=mlp
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,36 +58,6 @@ def chunk_decays(log_decay: Tensor, segments: Tensor | None) -> Decays:
         part.to(log_decay.dtype).exp() for part in (entering, leaving, through)
     )
     return Decays(within=within, entering=entering, leaving=leaving, through=through)
-
-
-def step_by_step(
-    step: Callable[..., tuple[Tensor, Tensor]],
-    parts: Sequence[Tensor],
-    state: Tensor,
-    segments: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Take the steps of a recurrence one by one, from a zero state where a document begins.
-
-    Args:
-        step: from the parts of one token and a state to its output and the next state.
-        parts: of all tokens.
-        state: of the tokens before.
-        segments: as of `segments_of`.
-
-    Returns:
-        Outputs, and the state after the last token.
-
-    Shape:
-        parts: [B, S, ...]; segments: [B, S]. Returns [B, S, ...] and the shape of the state.
-    """
-    outputs = []
-    for t in range(parts[0].shape[1]):
-        if segments is not None and t:
-            goes_on = segments[:, t] == segments[:, t - 1]
-            state = state * goes_on[:, None, None, None]
-        y, state = step(*(part[:, t] for part in parts), state=state)
-        outputs.append(y)
-    return torch.stack(outputs, 1), state
 
 
 def cut(x: Tensor, size: int) -> Tensor:

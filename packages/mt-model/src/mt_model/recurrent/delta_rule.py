@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mt_model.recurrent.decay import chunk_decays, cut, cut_segments, step_by_step
+from mt_model.recurrent.decay import chunk_decays, cut, cut_segments
 
 
 class DeltaSteps(NamedTuple):
@@ -54,18 +54,6 @@ def delta_rule_step(steps: DeltaSteps, state: Tensor) -> tuple[Tensor, Tensor]:
     missing = value - torch.einsum("bhdv,bhd->bhv", state, key)
     state = state + key[..., None] * (missing * beta[..., None])[:, :, None]
     return torch.einsum("bhdv,bhd->bhv", state, query), state
-
-
-def delta_rule_reference(
-    steps: DeltaSteps, *, state: Tensor | None = None, segments: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Take the steps one by one. The plain form of `delta_rule`, which has the arguments."""
-
-    def step(*parts: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return delta_rule_step(DeltaSteps(*parts), state)
-
-    before = _zeros(steps.key, steps.value) if state is None else state
-    return step_by_step(step, steps, before, segments)
 
 
 def delta_rule(

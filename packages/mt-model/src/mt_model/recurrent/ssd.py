@@ -10,7 +10,7 @@ from mt_kernels import AUTO, Candidate, Registry, eager_obstacle
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_model.recurrent.decay import chunk_decays, cut, cut_segments, step_by_step
+from mt_model.recurrent.decay import chunk_decays, cut, cut_segments
 
 
 class SsdSteps(NamedTuple):
@@ -53,20 +53,6 @@ def ssd_step(steps: SsdSteps, state: Tensor) -> tuple[Tensor, Tensor]:
     added = (x * dt[..., None])[..., None] * b[:, :, None]
     state = state * (dt * rate).exp()[..., None, None] + added
     return torch.einsum("bhpn,bhn->bhp", state, c), state
-
-
-def ssd_reference(
-    steps: SsdSteps, *, state: Tensor | None = None, segments: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Take the steps one by one. The plain form of `ssd`, which has the arguments."""
-    x, dt, rate, b, c = steps
-
-    def step(
-        x: Tensor, dt: Tensor, b: Tensor, c: Tensor, *, state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return ssd_step(SsdSteps(x, dt, rate, b, c), state)
-
-    return step_by_step(step, (x, dt, b, c), _zeros(x, b) if state is None else state, segments)
 
 
 def ssd(

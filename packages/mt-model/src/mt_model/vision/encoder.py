@@ -159,11 +159,10 @@ class VisionEncoder(Stack["VisionConfig"]):
         Raises:
             ValueError: The model has no pooling, or this is not the last stage.
         """
-        config, pooling = self.config.pooling, self.pooling if self.has_head else None
-        if config is None or pooling is None:
+        pooling = self.pooling if self.has_head else None
+        if pooling is None:
             raise ValueError("the last stage of a model with a pooling pools; this is none")
-        leaves_out = config.takes_patches and self.config.class_token
-        return pooling(features[:, 1:] if leaves_out else features)
+        return pooling(features)
 
     def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, ForwardContext]:
         """Return the activation that enters this stage's layers, and what they share."""

@@ -19,11 +19,7 @@ from mt_model.block.stream import StreamConfig
 from mt_model.feed_forward.mlp import MLP
 
 if TYPE_CHECKING:
-    from mt_model.vision.pooling_config import (
-        AttentionPoolingConfig,
-        ClassPoolingConfig,
-        MeanPoolingConfig,
-    )
+    from mt_model.vision.pooling_config import AttentionPoolingConfig, ClassPoolingConfig
 
 
 def whole_linear(in_size: int, out_size: int, *, bias: bool, shard: ShardContext) -> Any:
@@ -74,33 +70,6 @@ class ClassPooling(nn.Module):
         x = x[:, 0]
         x = x if self.norm is None else self.norm(x)
         return x if self.dense is None else torch.tanh(self.dense(x))
-
-
-class MeanPooling(nn.Module):
-    """The mean of features, normed where there is a norm.
-
-    Parameters: `norm.*`. Every rank has them whole.
-
-    Args:
-        config: Configuration of the pooling.
-        stream: The residual stream of the model.
-        layer: Index of the module, behind the last layer.
-        shard: This rank's share of the model.
-
-    Shape:
-        forward(x): [B, S, hidden] -> [B, hidden].
-    """
-
-    def __init__(
-        self, config: MeanPoolingConfig, stream: StreamConfig, *, layer: int, shard: ShardContext
-    ) -> None:
-        super().__init__()
-        self.norm = _norm(stream, shard) if config.norm else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Pool the features."""
-        x = x.mean(1)
-        return x if self.norm is None else self.norm(x)
 
 
 class AttentionPooling(nn.Module):

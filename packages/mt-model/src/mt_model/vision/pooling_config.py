@@ -57,11 +57,6 @@ class PoolingConfig(ABC):
         """Whether there has to be a class token."""
         return False
 
-    @property
-    def takes_patches(self) -> bool:
-        """Whether the class token's features are left out."""
-        return False
-
     def split_sizes(self, tp: int) -> Iterable[tuple[str, int]]:
         """Give the names and values of the sizes that `tp` ranks must divide."""
         del tp
@@ -108,38 +103,6 @@ class ClassPoolingConfig(PoolingConfig):
 
     @property
     def needs_class_token(self) -> bool:
-        """Always."""
-        return True
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeanPoolingConfig(PoolingConfig):
-    """The mean of the patches' features, without the class token's.
-
-    Attributes:
-        norm: Norm of the mean.
-    """
-
-    type_name: ClassVar[str] = "mean"
-    norm: bool = False
-
-    def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
-        """Build a `MeanPooling`."""
-        from mt_model.vision.pooling import MeanPooling
-
-        return MeanPooling(self, stream, layer=layer, shard=shard)
-
-    def num_parameters(self, stream: StreamConfig) -> int:
-        """Count the parameters of the norm."""
-        return stream.norm.num_parameters(stream.hidden_size) if self.norm else 0
-
-    def flops(self, stream: StreamConfig) -> int:
-        """Count none."""
-        del stream
-        return 0
-
-    @property
-    def takes_patches(self) -> bool:
         """Always."""
         return True
 
