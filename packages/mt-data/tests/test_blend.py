@@ -27,17 +27,16 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("weights", "limits", "chosen"),
+    ("weights", "chosen"),
     [
-        ([0.5, 0.3, 0.2], None, [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]),
-        ([5, 3, 2], None, [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]),
-        ([0.7, 0.3], None, [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]),
-        ([5, 3, 2], [5, 3, 2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]),
-        ([1], None, [0] * 10),
+        ([0.5, 0.3, 0.2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]),
+        ([5, 3, 2], [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]),
+        ([0.7, 0.3], [0, 1, 0, 0, 1, 0, 0, 1, 0, 0]),
+        ([1], [0] * 10),
     ],
 )
-def test_choices_equal_the_golden_ones(weights, limits, chosen):
-    order = BlendOrder(weights, limits)
+def test_choices_equal_the_golden_ones(weights, chosen):
+    order = BlendOrder(weights)
     expected = [(d, chosen[:i].count(d)) for i, d in enumerate(chosen)]
     assert [order(i) for i in range(10)] == expected
 
@@ -85,23 +84,6 @@ def test_any_sample_can_be_asked_for_first():
     assert order(BLOCK - 1) == BlendOrder([0.6, 0.4])(BLOCK - 1)
 
 
-@settings(max_examples=50, deadline=None)
-@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_exhaustive_blend_takes_every_sample_once(sizes):
-    blend = BlendedDataset([Counted(n, size) for n, size in enumerate(sizes)])
-    assert len(blend) == sum(sizes)
-    rows = sorted(tuple(sample.tolist()) for sample in blend)
-    assert rows == [(n, i) for n, size in enumerate(sizes) for i in range(size)]
-    assert blend.sample(3 * sum(sizes)).tolist() == blend[0].tolist()
-
-
-def test_exhaustive_blend_spans_blocks():
-    size = BLOCK + 10
-    blend = BlendedDataset([Counted(0, size), Counted(1, 7)])
-    last = [blend.origin(i) for i in range(len(blend) - 3, len(blend))]
-    assert all(0 <= sample < (size, 7)[dataset] for dataset, sample in last)
-
-
 def test_overdrawn_dataset_goes_on_with_another_epoch():
     class Tokens:
         dtype = np.dtype("u2")
@@ -124,8 +106,8 @@ def test_fingerprint_covers_datasets_and_weights():
     def make(size, weights):
         return BlendedDataset([Counted(0, size), Counted(1, 9)], weights, 10).fingerprint
 
-    prints = {make(5, [1, 1]), make(6, [1, 1]), make(5, [1, 2]), make(5, None)}
-    assert len(prints) == 4
+    prints = {make(5, [1, 1]), make(6, [1, 1]), make(5, [1, 2])}
+    assert len(prints) == 3
     assert make(5, [2, 2]) == make(5, [1, 1])
 
 
@@ -136,9 +118,7 @@ def test_fingerprint_covers_datasets_and_weights():
         ([1.0, 0.0], 5, "weight 1 is 0.0; weights must be finite and above 0"),
         ([-1.0, 1.0], 5, "weight 0 is -1.0"),
         ([1.0, float("nan")], 5, "weight 1 is nan"),
-        ([1.0, 1.0], None, "num_samples is None"),
         ([1.0, 1.0], 0, "num_samples is 0"),
-        (None, 99, "num_samples is 99, but the datasets hold 6"),
     ],
 )
 def test_impossible_blends_say_why(weights, num_samples, message):
@@ -152,5 +132,3 @@ def test_blend_checks_its_range():
         blend[4]
     with pytest.raises(DataError, match="at least one dataset"):
         BlendedDataset([], [], 1)
-    with pytest.raises(IndexError, match="sample 2 does not exist; the limits sum to 2"):
-        BlendOrder([1, 1], limits=[1, 1])(2)

@@ -125,15 +125,6 @@ def test_modes_round_trip_and_are_never_guessed(tmp_path):
         IndexedDataset(tmp_path / "y", multimodal=True)
 
 
-def test_appending_datasets_keeps_documents(tmp_path, golden):
-    with IndexedWriter(tmp_path / "all") as writer:
-        writer.add_document([9], [1, 0])
-        writer.add_dataset(IndexedDataset(golden))
-    merged = IndexedDataset(tmp_path / "all")
-    assert [merged.document(i).tolist() for i in range(3)] == [[9], [1, 2, 3], [4, 5]]
-    assert merged.document_index.tolist() == [0, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("offset", "form", "value", "message"),
     [

@@ -66,11 +66,10 @@ def test_special_token_is_not_made_by_text_even_when_the_corpus_spells_it():
 def test_special_tokens_come_first_and_count_no_bytes():
     trained = train_tokenizer(TEXTS, 300, ("<|eod|>", "<|pad|>"))
     assert trained.special_tokens == {"<|eod|>": 0, "<|pad|>": 1}
-    assert trained.eod_id == trained.id_of("<|eod|>") == 0
+    assert trained.eod_id == trained.special_tokens["<|eod|>"] == 0
     assert trained.token_bytes[:2].tolist() == [0, 0]
     assert trained.token_bytes[2:].min() == 1
     assert trained.decode_bytes([0, 1]) == b""
-    assert trained.id_of("nothing like it") is None
 
 
 def test_all_bytes_are_in_the_alphabet(plain):

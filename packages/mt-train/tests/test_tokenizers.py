@@ -52,7 +52,7 @@ def test_a_tokenizer_that_is_not_byte_level_trains_and_validates(eod: str, tmp_p
 
     tokenizer = load_tokenizer(tmp_path / "words.json", eod=eod or None)
     document = IndexedDataset(tmp_path / "out" / "data" / "train")[0]
-    assert document[-1] == tokenizer.id_of(eod or "[SEP]")
+    assert document[-1] == tokenizer.special_tokens[eod or "[SEP]"]
 
 
 def test_an_unclear_end_of_document_is_asked_for(tmp_path: Path) -> None:

@@ -38,10 +38,9 @@ class BlendOrder:
 
     Args:
         weights: [D] shares, normalised here.
-        limits: [D] size of each dataset; an exhausted dataset is dropped. None means no limit.
     """
 
-    def __init__(self, weights: ArrayLike, limits: ArrayLike | None = None) -> None:
+    def __init__(self, weights: ArrayLike) -> None:
         shares = np.asarray(weights, np.float64)
         if shares.ndim != 1 or not 1 <= len(shares) <= MAX_DATASETS:
             raise DataError(f"a blend needs 1 to {MAX_DATASETS} weights, got shape {shares.shape}")
@@ -52,9 +51,7 @@ class BlendOrder:
                 "(leave the dataset out instead)"
             )
         self.weights = shares / shares.sum()
-        self._limits = None if limits is None else np.asarray(limits, np.int64)
-        self._most = None if self._limits is None else int(self._limits.sum())
-        self._is_plain = len(shares) == 1 and limits is None  # there is no choice to remember
+        self._is_plain = len(shares) == 1  # there is no choice to remember
         self._blocks: list[NDArray[np.int16]] = []
         self._taken: list[NDArray[np.int64]] = [np.zeros(len(shares), np.int64)]
 
@@ -62,8 +59,6 @@ class BlendOrder:
         """Return (dataset, sample in that dataset) of sample `index`."""
         if self._is_plain:
             return 0, index
-        if self._most is not None and index >= self._most:
-            raise IndexError(f"sample {index} does not exist; the limits sum to {self._most}")
         block, rank = divmod(index, BLOCK)
         while len(self._blocks) <= block:
             self._extend()
@@ -85,14 +80,11 @@ class BlendOrder:
     def _extend(self) -> None:
         start = len(self._blocks) * BLOCK
         taken = self._taken[-1].copy()
-        size = BLOCK if self._most is None else min(BLOCK, self._most - start)
-        choices = np.empty(max(0, size), np.int16)
+        choices = np.empty(BLOCK, np.int16)
         shortfall = np.empty_like(self.weights)
         for step in range(len(choices)):
             np.multiply(self.weights, max(start + step, 1), out=shortfall)
             np.subtract(shortfall, taken, out=shortfall)
-            if self._limits is not None:
-                shortfall[taken >= self._limits] = -np.inf
             dataset = shortfall.argmax()
             taken[dataset] += 1
             choices[step] = dataset
@@ -107,9 +99,8 @@ class BlendedDataset:
 
     Args:
         datasets: At least one dataset.
-        weights: Share of each dataset; None takes every sample of every dataset exactly once,
-            spread evenly.
-        num_samples: `len` of the blend; optional with weights=None.
+        weights: Share of each dataset.
+        num_samples: `len` of the blend.
 
     Shape:
         - `dataset[i]`: the shape of the blended datasets' samples.
@@ -118,29 +109,18 @@ class BlendedDataset:
     def __init__(
         self,
         datasets: Sequence[SampleSource],
-        weights: Sequence[float] | None = None,
-        num_samples: int | None = None,
+        weights: Sequence[float],
+        num_samples: int,
     ) -> None:
         if not datasets:
             raise DataError("a blend needs at least one dataset")
-        sizes = [len(dataset) for dataset in datasets]
-        if weights is None:
-            self._order = BlendOrder(sizes, limits=sizes)
-            num_samples = sum(sizes) if num_samples is None else num_samples
-            if num_samples > sum(sizes):
-                raise DataError(
-                    f"num_samples is {num_samples}, but the datasets hold {sum(sizes)} and "
-                    "weights=None takes each once; give weights to draw more"
-                )
-        else:
-            if len(weights) != len(datasets):
-                raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
-            self._order = BlendOrder(weights)
-        if num_samples is None or num_samples < 1:
-            raise DataError(f"num_samples is {num_samples}; a weighted blend needs at least 1")
+        if len(weights) != len(datasets):
+            raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
+        if num_samples < 1:
+            raise DataError(f"num_samples is {num_samples}; a blend needs at least 1")
+        self._order = BlendOrder(weights)
         self.datasets = tuple(datasets)
         self._length = num_samples
-        self._exhaustive = weights is None
 
     @property
     def weights(self) -> NDArray[np.float64]:
@@ -150,12 +130,8 @@ class BlendedDataset:
     @property
     def fingerprint(self) -> str:
         """Digest of the datasets and their shares."""
-        identity = [
-            [dataset.fingerprint for dataset in self.datasets],
-            self.weights.tolist(),
-            self._exhaustive,
-        ]
-        return digest_of(identity)
+        sources = [dataset.fingerprint for dataset in self.datasets]
+        return digest_of([sources, self.weights.tolist()])
 
     def __len__(self) -> int:
         return self._length
@@ -167,7 +143,7 @@ class BlendedDataset:
         return self.sample(index % len(self))
 
     def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Return a sample; past `len` a weighted blend continues, an exhaustive one repeats."""
+        """Return a sample; the blend continues past `len`."""
         dataset, position = self.origin(index)
         if begin == 0 and end is None:  # some datasets have whole samples only
             return self.datasets[dataset].sample(position)
@@ -180,6 +156,4 @@ class BlendedDataset:
 
     def origin(self, index: int) -> tuple[int, int]:
         """Return (dataset, sample in that dataset) of sample `index`."""
-        if self._exhaustive:
-            index %= sum(len(dataset) for dataset in self.datasets)
         return self._order(index)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mt_data.error import DataError
 from mt_data.storage.index import Index, storable_dtype
-from mt_data.storage.indexed import IndexedDataset, check_prefix
+from mt_data.storage.indexed import check_prefix
 
 MAX_SEQUENCE = 2**31 - 1
 
@@ -147,15 +147,6 @@ class IndexedWriter:
         self._modes.frombytes(bytes(len(counts)))
         ends = np.arange(first, first + len(counts), dtype=np.int64)
         self._boundaries.frombytes(ends.tobytes())
-
-    def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Append all documents of another dataset, whose tokens must fit this dtype."""
-        for document in range(dataset.num_documents):
-            first, last = dataset.document_index[document : document + 2]
-            for sequence in range(int(first), int(last)):
-                mode = 0 if dataset.modes is None else int(dataset.modes[sequence])
-                self.add_sequence(dataset[sequence], mode=mode)
-            self.end_document()
 
     def finalize(
         self,

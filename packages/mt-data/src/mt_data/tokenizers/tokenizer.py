@@ -185,10 +185,6 @@ class Tokenizer:
         """
         return np.array([piece[:1].isspace() for piece in self._pieces], np.bool_)
 
-    def id_of(self, token: str) -> int | None:
-        """Return the id of a token by its exact name in the vocabulary, or None."""
-        return self._vocabulary.get(token)
-
     @property
     def engine(self) -> Engine:
         """The library's tokenizer."""
