@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mt_files import Checks, divisors
 
@@ -52,6 +53,11 @@ class AttentionConfig(MixerConfig):
         scale: Scale of the scores; `head_dim ** -0.5` where None.
         score_bias: Bias of the scores by distance, after a soft cap: `alibi` or `relative` (T5).
     """
+
+    token_cache: ClassVar[Mapping[str, Literal["key", "value"]]] = MappingProxyType(
+        {"key": "key", "value": "value"}
+    )
+    hides_padding: ClassVar[bool] = True
 
     num_heads: int
     num_kv_heads: int
@@ -123,11 +129,6 @@ class AttentionConfig(MixerConfig):
         return self.score_bias.num_buckets
 
     @property
-    def drops(self) -> bool:
-        """Whether attention weights are dropped."""
-        return self.dropout > 0
-
-    @property
     def is_causal(self) -> bool:
         """Whether a token sees no later token."""
         return self.causal
@@ -136,11 +137,6 @@ class AttentionConfig(MixerConfig):
     def clipped_heads(self) -> int:
         """Number of key heads, unless a norm makes the scores independent of the weights."""
         return self.num_kv_heads if self.qk_norm == "none" else 0
-
-    @property
-    def hides_padding(self) -> bool:
-        """Return True: attention masks padding."""
-        return True
 
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
         """Build an `Attention`."""
@@ -167,11 +163,6 @@ class AttentionConfig(MixerConfig):
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
         """Yield the heads; with fewer key/value heads than ranks, also the size split instead."""
         return split_heads(self.num_heads, self.num_kv_heads, self.head_dim, tp=tp)
-
-    @property
-    def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
-        """Keys and values."""
-        return {"key": "key", "value": "value"}
 
     @property
     def token_heads(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mt_files import Checks
 
@@ -39,6 +40,12 @@ class CrossAttentionConfig(MixerConfig):
         scale: Scale of the scores; `head_dim ** -0.5` where None.
     """
 
+    token_cache: ClassVar[Mapping[str, Literal["key", "value"]]] = MappingProxyType(
+        {"key": "key", "value": "value"}
+    )
+    hides_padding: ClassVar[bool] = True
+    needs_memory: ClassVar[bool] = True
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -60,21 +67,6 @@ class CrossAttentionConfig(MixerConfig):
         checks.done()
         check_groups(checks, self.num_heads, self.num_kv_heads)
         checks.done()
-
-    @property
-    def drops(self) -> bool:
-        """Whether attention weights are dropped."""
-        return self.dropout > 0
-
-    @property
-    def hides_padding(self) -> bool:
-        """Return True: attention masks padding."""
-        return True
-
-    @property
-    def needs_memory(self) -> bool:
-        """Return True: keys and values come from the memory."""
-        return True
 
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
         """Build a `CrossAttention`."""
@@ -98,11 +90,6 @@ class CrossAttentionConfig(MixerConfig):
     def split_sizes(self, tp: int) -> Iterator[tuple[str, int]]:
         """Yield the heads; with fewer key/value heads than ranks, also the size split instead."""
         return split_heads(self.num_heads, self.num_kv_heads, self.head_dim, tp=tp)
-
-    @property
-    def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
-        """Keys and values."""
-        return {"key": "key", "value": "value"}
 
     @property
     def token_heads(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mt_files import Checks
 
@@ -43,6 +44,11 @@ class MLAConfig(MixerConfig):
         window: Number of tokens that a query sees, the last of which is itself; None for all.
         scale: Scale of the scores; `(nope_head_dim + rope_head_dim) ** -0.5` where None.
     """
+
+    token_cache: ClassVar[Mapping[str, Literal["key", "value"]]] = MappingProxyType(
+        {"latent": "key", "turned": "key"}
+    )
+    hides_padding: ClassVar[bool] = True
 
     num_heads: int
     kv_lora_rank: int
@@ -83,16 +89,6 @@ class MLAConfig(MixerConfig):
         """The rotary embedding and head size of the table that it reads."""
         return None if self.rope is None else Rotary(self.rope, self.rope_head_dim)
 
-    @property
-    def drops(self) -> bool:
-        """Whether attention weights are dropped."""
-        return self.dropout > 0
-
-    @property
-    def hides_padding(self) -> bool:
-        """Return True: attention masks padding."""
-        return True
-
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
         """Build a `LatentAttention`."""
         from mt_model.attention.mla import LatentAttention
@@ -123,11 +119,6 @@ class MLAConfig(MixerConfig):
         """Yield the heads."""
         del tp
         yield "num_heads", self.num_heads
-
-    @property
-    def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
-        """The latent and the turning part, which have the scales of keys."""
-        return {"latent": "key", "turned": "key"}
 
     @property
     def token_heads(self) -> int:

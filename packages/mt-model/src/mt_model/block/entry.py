@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from mt_files import hints_of
@@ -78,7 +79,7 @@ class EntryConfig(ABC):
     @property
     def drops(self) -> bool:
         """Whether it drops anything in training, and needs sample ids for it."""
-        return False
+        return getattr(self, "dropout", 0) > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,23 @@ class MixerConfig(EntryConfig):
     Its module is called with `(x, shared)`: [B, S, hidden] (S / tp tokens under sequence
     parallelism) and a `ForwardContext`, and returns the same shape, with the losses that
     `loss_weights` names.
+
+    Attributes:
+        wide_cache: Names of the cache tensors that stay in fp32 in any model, such as sums over
+            tokens.
+        token_cache: Names of the per-head cache tensors of each token, each with its key or value
+            scales. They are [B, heads, tokens, D], and may be kept in low precision; states may
+            not.
+        hides_padding: Whether cached padding stays invisible to tokens, as attention masks it and
+            a state leaves it out in front of a prompt.
+        needs_memory: Whether it attends to the output of an encoder.
     """
 
     default_kind: ClassVar[str] = "attention"
+    wide_cache: ClassVar[Collection[str]] = ()
+    token_cache: ClassVar[Mapping[str, Literal["key", "value"]]] = MappingProxyType({})
+    hides_padding: ClassVar[bool] = False
+    needs_memory: ClassVar[bool] = False
 
     @property
     def rotary(self) -> Rotary | None:
@@ -114,27 +129,9 @@ class MixerConfig(EntryConfig):
         return None if scaling is None else scaling.cache_break
 
     @property
-    def wide_cache(self) -> Collection[str]:
-        """Names of the cache tensors that stay in fp32 in any model, such as sums over tokens."""
-        return ()
-
-    @property
-    def token_cache(self) -> Mapping[str, Literal["key", "value"]]:
-        """Names of the per-head cache tensors of each token, each with its key or value scales.
-
-        They are [B, heads, tokens, D], and may be kept in low precision; states may not.
-        """
-        return {}
-
-    @property
     def token_heads(self) -> int:
         """Number of heads of `token_cache` in the whole model."""
         return 0
-
-    @property
-    def hides_padding(self) -> bool:
-        """Whether cached padding stays invisible to tokens; a recurrent state includes it."""
-        return False
 
     @property
     def is_causal(self) -> bool:
@@ -145,11 +142,6 @@ class MixerConfig(EntryConfig):
     def clipped_heads(self) -> int:
         """Number of key heads whose scores grow with the weights, which QK-clip bounds."""
         return 0
-
-    @property
-    def needs_memory(self) -> bool:
-        """Whether it attends to the output of an encoder."""
-        return False
 
     def cache_shapes(self, batch_size: int, max_length: int, tp: int) -> Mapping[str, Sizes]:
         """Return the shapes of one rank's cache tensors, by name.

@@ -61,11 +61,6 @@ class MLPConfig(FeedForwardConfig):
 
         return MLP(self, stream, layer=layer, shard=shard)
 
-    @property
-    def drops(self) -> bool:
-        """Whether elements between the projections are dropped."""
-        return self.dropout > 0
-
     def num_parameters(self, hidden_size: int) -> int:
         """Count weights and biases."""
         up = self.ffn_size * (2 if self.gated else 1)

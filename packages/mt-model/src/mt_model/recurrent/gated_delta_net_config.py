@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mt_files import Checks, divisors
 
@@ -33,6 +33,9 @@ class GatedDeltaNetConfig(MixerConfig):
         conv_size: tokens that the convolution of queries, keys and values sees.
         chunk_size: Number of tokens computed as one matrix; it changes only speed and memory.
     """
+
+    wide_cache: ClassVar[Collection[str]] = ("state",)  # to which every token adds a little
+    hides_padding: ClassVar[bool] = True  # in front of a prompt; elsewhere it is refused
 
     num_key_heads: int
     num_value_heads: int
@@ -69,16 +72,6 @@ class GatedDeltaNetConfig(MixerConfig):
         """Widths of the query, the key, the values and the gates of one key head."""
         values = self.values_per_key * self.value_dim
         return self.key_dim, self.key_dim, values, values
-
-    @property
-    def wide_cache(self) -> tuple[str, ...]:
-        """The state, to which every token adds a little."""
-        return ("state",)
-
-    @property
-    def hides_padding(self) -> bool:
-        """In front of a prompt; elsewhere it is refused when it comes."""
-        return True
 
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
         """Build a `GatedDeltaNet`."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from mt_files import Checks, divisors
 
@@ -41,6 +41,9 @@ class Mamba2Config(MixerConfig):
         init_dt_max: to this,
         init_dt_floor: and are at least this.
     """
+
+    wide_cache: ClassVar[Collection[str]] = ("state",)  # to which every token adds a little
+    hides_padding: ClassVar[bool] = True  # in front of a prompt; elsewhere it is refused
 
     num_heads: int
     head_dim: int
@@ -85,16 +88,6 @@ class Mamba2Config(MixerConfig):
     def inner_size(self) -> int:
         """Width of all heads."""
         return self.num_heads * self.head_dim
-
-    @property
-    def wide_cache(self) -> tuple[str, ...]:
-        """The state, to which every token adds a little."""
-        return ("state",)
-
-    @property
-    def hides_padding(self) -> bool:
-        """In front of a prompt; elsewhere it is refused when it comes."""
-        return True
 
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
         """Build a `Mamba2`."""

@@ -29,6 +29,7 @@ class PoolingConfig(ABC):
 
     type_name: ClassVar[str]
     default_kind: ClassVar[str] = "class"
+    needs_class_token: ClassVar[bool] = False
 
     @abstractmethod
     def build(self, stream: StreamConfig, *, layer: int, shard: ShardContext) -> nn.Module:
@@ -52,11 +53,6 @@ class PoolingConfig(ABC):
         """Return the width of the vector."""
         return hidden_size
 
-    @property
-    def needs_class_token(self) -> bool:
-        """Whether there has to be a class token."""
-        return False
-
     def split_sizes(self, tp: int) -> Iterable[tuple[str, int]]:
         """Give the names and values of the sizes that `tp` ranks must divide."""
         del tp
@@ -73,6 +69,7 @@ class ClassPoolingConfig(PoolingConfig):
     """
 
     type_name: ClassVar[str] = "class"
+    needs_class_token: ClassVar[bool] = True
     norm: bool = False
     dense_size: int | None = None
 
@@ -100,11 +97,6 @@ class ClassPoolingConfig(PoolingConfig):
     def size(self, hidden_size: int) -> int:
         """Return the width of the layer, where there is one."""
         return hidden_size if self.dense_size is None else self.dense_size
-
-    @property
-    def needs_class_token(self) -> bool:
-        """Always."""
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
