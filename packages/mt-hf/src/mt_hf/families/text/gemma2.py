@@ -123,6 +123,8 @@ def gemma_fields(kind: type[GemmaT], config: ModelConfig, **rest: Any) -> GemmaT
         ValueError: The first layer is not attention and an MLP.
     """
     mixer, _ = first_layer(config)
+    windows = window_fields(config)
+    windows["sliding_window"] = windows["sliding_window"] or GemmaFields.sliding_window
     scalar = mixer.head_dim if mixer.scale is None else round(mixer.scale**-2)
     return decoder_fields(
         kind,
@@ -131,7 +133,7 @@ def gemma_fields(kind: type[GemmaT], config: ModelConfig, **rest: Any) -> GemmaT
         query_pre_attn_scalar=scalar,
         final_logit_softcapping=config.logit_softcap,
         attn_logit_softcapping=mixer.softcap,
-        **{name: value for name, value in window_fields(config).items() if value is not None},
+        **windows,
         **rest,
     )
 
