@@ -16,10 +16,7 @@ LayerType: TypeAlias = Literal["full_attention", "sliding_attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class WindowFields(DecoderFields):
-    """Fields of a decoder with a window in some layers.
-
-    `layer_types` lists these layers; the families differ in what holds without it.
-    """
+    """Fields of a decoder with a window in some layers, which `layer_types` may list."""
 
     sliding_window: int | None = 4096
     layer_types: tuple[LayerType, ...] | None = None

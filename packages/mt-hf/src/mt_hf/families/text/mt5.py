@@ -28,6 +28,7 @@ FAMILY = replace(
     t5.FAMILY,
     name="mt5",
     architectures=("MT5ForConditionalGeneration",),
+    model_types=("mt5",),
     fields=MT5Fields,
     refused={"MT5EncoderModel": t5.WITHOUT_HEAD.format("MT5")},
     write=partial(fields_of, MT5Fields),
