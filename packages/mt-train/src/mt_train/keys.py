@@ -15,7 +15,7 @@ from mt_files import describe, did_you_mean, hints_of
 from mt_model import FIELDS
 
 from mt_train.config.document import COMMAND_LINE
-from mt_train.config.other_names import NAMES
+from mt_train.config.other_names import other_names
 from mt_train.config.run_config import RunConfig
 from mt_train.problem import ConfigError
 
@@ -113,7 +113,7 @@ def page() -> str:
     lines += ["", "## Names of other frameworks", ""]
     lines += ["Megatron-LM's arguments, the fields of Hugging Face, and axolotl's.", ""]
     lines += ["| there | here |", "|---|---|"]
-    lines += [f"| `{name}` | {told} |" for name, told in sorted(NAMES.items())]
+    lines += [f"| `{name}` | {told} |" for name, told in sorted(other_names().items())]
     return "\n".join(lines) + "\n"
 
 

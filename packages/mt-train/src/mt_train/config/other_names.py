@@ -1,130 +1,25 @@
-"""Names that other frameworks have for our keys, for hints and for the page of keys.
-
-The names are those of Megatron-LM's arguments, of Hugging Face (config.json and
-TrainingArguments), and of axolotl, with underscores. What follows a key after a comma is advice.
-"""
+"""Names that other frameworks have for our keys, for hints and for the page of keys."""
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+_FILE = Path(__file__).with_suffix(".yaml")
 _UNKNOWN = "unknown key"
 
-# One line for each of our keys, or for advice in words: the names of others that mean it.
-_TABLE: tuple[tuple[str, str], ...] = (
-    ("model.from", "base_model model_name_or_path"),
-    ("model.num_layers", "num_hidden_layers n_layer n_layers"),
-    ("model.hidden_size", "n_embd d_model"),
-    ("model.ffn_size", "ffn_hidden_size intermediate_size n_inner"),
-    ("model.num_heads", "num_attention_heads n_head n_heads"),
-    ("model.num_kv_heads", "num_query_groups num_key_value_heads group_query_attention"),
-    ("model.head_dim", "kv_channels"),
-    ("model.max_sequence_length", "max_position_embeddings n_positions"),
-    ("model.vocab_size", "padded_vocab_size"),
-    ("model.vocab_multiple", "make_vocab_size_divisible_by pad_to_multiple_of"),
-    ("model.positions", "position_embedding_type use_rotary_position_embeddings"),
-    ("model.rope_theta", "rotary_base"),
-    ("model.rope, such as {fraction: 0.5}", "rotary_percent partial_rotary_factor"),
-    ("model.rope, with its scaling", "rope_scaling rope_parameters rope_scaling_factor"),
-    ("model.norm", "normalization"),
-    ("model.norm_eps", "norm_epsilon layernorm_epsilon rms_norm_eps layer_norm_eps"),
-    ("model.norm_zero_centered", "apply_layernorm_1p"),
-    ("model.gated, with model.activation", "swiglu"),
-    ("model.activation", "hidden_act squared_relu"),
-    ("model.bias", "add_bias_linear disable_bias_linear mlp_bias"),
-    ("model.qkv_bias", "add_qkv_bias attention_bias"),
-    ("model.qk_norm", "qk_layernorm"),
-    ("model.tied", "untie_embeddings_and_output_weights tie_word_embeddings"),
-    ("model.init_std", "init_method_std initializer_range"),
-    ("model.dropout", "hidden_dropout"),
-    ("model.window", "window_size sliding_window"),
-    ("model.mtp", "mtp_num_layers num_nextn_predict_layers"),
-    ("model.kernels.attention", "attention_backend attn_implementation use_flash_attn"),
-    ("model.kernels.attention", "flash_attention"),
-    ("model.kernels", "transformer_impl"),
-    ("model.moe.num_experts", "num_experts num_local_experts n_routed_experts"),
-    ("model.moe.top_k", "moe_router_topk num_experts_per_tok"),
-    ("model.moe.ffn_size", "moe_ffn_hidden_size moe_intermediate_size"),
-    ("model.moe.aux_loss", "moe_aux_loss_coeff router_aux_loss_coef"),
-    ("model.moe.router_z_loss", "moe_z_loss_coeff"),
-    ("model.moe.score", "moe_router_score_function"),
-    ("model.moe.bias_rate", "moe_router_bias_update_rate"),
-    ("model.moe.capacity_factor", "moe_expert_capacity_factor"),
-    ("model.moe.drop", "moe_token_drop_policy"),
-    ("model.moe.dispatcher", "moe_token_dispatcher_type"),
-    ("model.moe.shared_size", "moe_shared_expert_intermediate_size"),
-    ("data.train", "data_path train_data_path datasets"),
-    ("data.validation", "valid_data_path"),
-    ("data.tokenizer", "tokenizer_model tokenizer_type vocab_file tokenizer_name_or_path"),
-    ("data.packing: documents", "reset_position_ids reset_attention_mask sample_packing"),
-    ("training.steps", "train_iters max_steps train_samples num_epochs num_train_epochs"),
-    ("training.steps", "lr_decay_iters"),
-    ("training.sequence_length", "seq_length seq_len sequence_len max_seq_length"),
-    ("training.micro_batch_size", "per_device_train_batch_size"),
-    (
-        "training.global_batch_size, from which the number of micro-batches follows",
-        "gradient_accumulation_steps rampup_batch_size",
-    ),
-    ("training.dtype", "bf16 fp16 torch_dtype params_dtype"),
-    ("training.grad_clip", "clip_grad max_grad_norm"),
-    ("training.seed", "random_seed"),
-    ("training.compile", "torch_compile"),
-    ("training.cuda_graphs", "enable_cuda_graph cuda_graph_impl external_cuda_graph"),
-    ("training.recompute", "recompute_granularity recompute_method recompute_num_layers"),
-    ("training.recompute", "recompute_activations gradient_checkpointing"),
-    ("precision.recipe", "fp8_format fp8_recipe fp8 fp4_recipe"),
-    ("precision.history", "fp8_amax_history_len"),
-    ("precision.largest", "fp8_amax_compute_algo"),
-    ("precision.margin", "fp8_margin"),
-    ("precision.primary_weights", "fp8_param_gather fp8_param"),
-    ("precision.keep_first", "num_layers_at_start_in_bf16"),
-    ("precision.keep_last", "num_layers_at_end_in_bf16"),
-    ("distillation.teacher", "export_kd_teacher_load kd_trainer"),
-    ("optimizer.lr", "lr learning_rate"),
-    ("optimizer.schedule", "lr_decay_style lr_scheduler_type lr_scheduler"),
-    ("optimizer.warmup, in steps", "lr_warmup_iters warmup_steps lr_warmup_fraction"),
-    ("optimizer.warmup, in steps", "warmup_ratio lr_warmup_samples"),
-    ("optimizer.anneal, a share of the steps", "lr_wsd_decay_iters"),
-    ("optimizer.anneal_shape", "lr_wsd_decay_style"),
-    ("optimizer.betas", "adam_beta1 adam_beta2"),
-    ("optimizer.eps", "adam_eps adam_epsilon"),
-    ("optimizer.momentum", "sgd_momentum muon_momentum"),
-    ("optimizer.weight_decay", "start_weight_decay"),
-    ("optimizer.weight_decay_end", "end_weight_decay"),
-    ("optimizer.weight_decay_schedule", "weight_decay_incr_style"),
-    ("optimizer.offload", "optimizer_cpu_offload optimizer_offload_fraction"),
-    ("optimizer.moments_dtype", "exp_avg_dtype exp_avg_sq_dtype"),
-    ("parallel.tp", "tensor_model_parallel_size tensor_parallel_size tp_size"),
-    ("parallel.pp", "pipeline_model_parallel_size pipeline_parallel_size pp_size"),
-    ("parallel.cp", "context_parallel_size cp_size"),
-    ("parallel.cp_algorithm", "cp_comm_type"),
-    ("parallel.ep", "expert_model_parallel_size expert_parallel_size"),
-    ("parallel.etp", "expert_tensor_parallel_size"),
-    ("parallel.bucket_size", "ddp_bucket_size"),
-    ("parallel.check_timeout", "distributed_timeout_minutes"),
-    ("data_parallel.strategy", "use_distributed_optimizer data_parallel_sharding_strategy"),
-    ("data_parallel.strategy", "use_megatron_fsdp use_torch_fsdp2 fsdp deepspeed fsdp_config"),
-    ("data_parallel.overlap", "overlap_grad_reduce"),
-    ("data_parallel.prefetch", "overlap_param_gather"),
-    ("data_parallel.replicas", "num_distributed_optimizer_instances"),
-    ("data_parallel.grad_dtype", "accumulate_allreduce_grads_in_fp32 main_grads_dtype"),
-    ("data_parallel.reduce_dtype", "grad_reduce_in_bf16"),
-    ("pipeline.chunks", "num_layers_per_virtual_pipeline_stage"),
-    ("pipeline.chunks", "num_virtual_stages_per_pipeline_rank"),
-    ("pipeline.layout", "pipeline_model_parallel_layout"),
-    ("evaluation.every", "eval_interval eval_steps"),
-    ("evaluation.max_windows", "eval_iters"),
-    ("checkpoint.every", "save_interval save_steps"),
-    ("checkpoint.keep", "save_total_limit"),
-    ("checkpoint.load", "resume_from_checkpoint"),
-    ("checkpoint.load_mode: weights", "finetune"),
-    ("logging.every", "log_interval logging_steps"),
-    ("logging.tensorboard", "tensorboard_dir tensorboard_log_interval"),
-    ("the argument --out of mt-train run", "output_dir"),
-)
-NAMES = {name: told for told, names in _TABLE for name in names.split()}
+
+@cache
+def other_names() -> dict[str, str]:
+    """Return our key, or advice, for each name of another framework."""
+    table = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    return {name: told for told, names in table.items() for name in names}
 
 
 def hinted(path: str, text: str) -> str:
     """Return the text of a problem, for an unknown key with the name that it has here."""
     name = path.rpartition(".")[2].replace("-", "_")
-    known = text.startswith(_UNKNOWN) and name in NAMES
-    return f"{_UNKNOWN}. Use {NAMES[name]}" if known else text
+    told = other_names().get(name) if text.startswith(_UNKNOWN) else None
+    return text if told is None else f"{_UNKNOWN}. Use {told}"
