@@ -20,7 +20,7 @@ from mt_testing import pairwise
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-STEPS, SAMPLES, LAYERS, WIDTH, LR = 10, 8, 4, 6, 0.02
+STEPS, SAMPLES, LAYERS, WIDTH, LR = 6, 8, 4, 6, 0.02
 # name: shape, and the dim that tensor parallelism splits (or "partial")
 LAYER = {"norm": ((WIDTH,), "partial"), "weight": ((8, WIDTH), 0), "bias": ((8,), 0)}
 TABLE = ((10, WIDTH), 0)
@@ -79,7 +79,7 @@ WAYS = [
     }
     for number, how in enumerate(crossed(HOW))
 ]
-SAMPLE = pairwise(WHERE | HOW | MORE, allowed=lambda row: can_be(row) and world(row) <= 8, seed=12)
+SAMPLE = pairwise(WHERE | HOW | MORE, allowed=lambda row: can_be(row) and world(row) <= 4, seed=12)
 
 
 def label(row):

@@ -1,7 +1,7 @@
 """States on the host, and their step there: the numbers, the copies, and what they cost."""
 
 import copy
-from itertools import chain
+from itertools import chain, product
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from mt_optim.rules.adamw import AdamWRule
 from mt_optim.state import update as updating
 from mt_optim.state.host import HostMemory, Mover, Traffic, choose_offloaded
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_testing import sample
 from torch import nn
 
 STATE = ParallelState(ParallelLayout())
@@ -327,9 +328,10 @@ def train_sharded(strategy, world, dtype, masters, share, name="adamw"):
             return params, there, sum(piece.param.numel() for piece in optimizer.shards)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("masters", ["full", "remainder"])
+@pytest.mark.parametrize(
+    ("strategy", "world", "masters"),
+    sample(product(STRATEGIES, (2, 4), ("full", "remainder")), every=3),
+)
 def test_every_strategy_offloads_without_a_change(ranks, strategy, world, masters):
     plain = ranks(world, train_sharded, strategy, world, torch.bfloat16, "full", 0.0)
     held = ranks(world, train_sharded, strategy, world, torch.bfloat16, masters, 0.6)

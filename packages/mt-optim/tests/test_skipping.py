@@ -265,7 +265,7 @@ def expected_scales(place, spoilt):
 
 
 PLACES = [
-    pytest.param(number, marks=() if number < 24 else pytest.mark.campaign) for number in range(200)
+    pytest.param(number, marks=() if number < 12 else pytest.mark.campaign) for number in range(200)
 ]
 
 
