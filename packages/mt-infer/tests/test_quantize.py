@@ -119,7 +119,7 @@ def test_a_run_becomes_the_folder_of_the_quantised_model(small_run, command, tmp
     assert f"-> {size} bytes in {tmp_path / 'low'}" in out
     names = {path.name for path in (tmp_path / "low").iterdir()}
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert names == files
+    assert names == files | {"generation_config.json"}
 
 
 def test_a_folder_in_the_layout_of_modelopt_computes_as_that_of_compressed_tensors(
@@ -252,7 +252,9 @@ def test_scales_of_inputs_go_into_what_makes_them(method, command, text, tmp_pat
         (("--recipe", "int8", "--calibration", "TEXT", "--length", 99), 1, "context is 32 tokens"),
         (("--recipe", "int8", "--step", 9), 1, "has no checkpoint of step 9 (there: 1)"),
         (("--recipe", "int8", "--ema"), 1, "has no average of the weights"),
-        (("--recipe", "int4-rtn"), 1, "groups of 128 inputs (int4-g128) do not divide 192 inputs"),
+        (("--recipe", "int4-rtn", "--group-size", 48), 1, "groups of 48 inputs (int4-g48) do not"),
+        (("--recipe", "int8", "--group-size", 64), 2, "group_size 64: the recipe int8 has no"),
+        (("--config", "RULES", "--group-size", 64), 2, "--group-size is for --recipe"),
         (("--recipe", "nvfp4"), 1, "no layout of nvfp4 weights with nvfp4 inputs"),
         (("--recipe", "int8", "--layout", "modelopt"), 1, "layout of ModelOpt has no int8-channel"),
         (("--recipe", "int8-smoothquant"), 1, "need calibration data"),
@@ -280,6 +282,21 @@ def test_a_mistake_is_one_message_and_nothing_is_written(
     assert (found, out) == (code, "")
     assert message in err.replace("empty is empty", "text is empty")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(("options", "group"), [((), 64), (("--group-size", 32), 32)])
+def test_a_recipe_of_int4_takes_groups_that_divide_and_says_so(
+    small_run, command, tmp_path, options, group
+) -> None:
+    code, _, err = command(small_run, tmp_path / "low", "--recipe", "int4-rtn", *options)
+    assert code == 0, err
+    assert ("64 inputs in 8 layers; --group-size" in err) == (not options)
+    layers = [m for m in from_pretrained(tmp_path / "low").modules() if type(m) is QuantizedLinear]
+    # One group for all of a layer's inputs is read as a scale for each channel.
+    assert {layer.format.group for layer in layers} - {"channel"} == {group}
+    eod = load_tokenizer(tmp_path / "low/tokenizer.json").eod_id
+    told = json.loads((tmp_path / "low/generation_config.json").read_text())
+    assert told == {"eos_token_id": [eod]}  # transformers ends texts there too
 
 
 def test_activations_that_are_no_numbers_are_one_message(command, text, tmp_path) -> None:

@@ -82,6 +82,27 @@ def test_a_recipe_leaves_heads_and_routers(name: str) -> None:
     assert found["lm_head"].weight is None
 
 
+@pytest.mark.parametrize("name", ["int4-rtn", "int4-gptq", "int4-awq", "w4a8"])
+def test_a_recipe_takes_the_largest_group_that_divides(name: str) -> None:
+    sizes = {"a": 256, "b": 576, "c": 96}
+    model = nn.ModuleDict({key: nn.Linear(size, 16) for key, size in sizes.items()})
+    found = QuantizationConfig.named(name).decide(model)
+    assert {key: found[key].weight.group for key in sizes} == {"a": 128, "b": 64, "c": 32}
+    method = QuantizationConfig.named(name).rules[-1].method
+    assert {found[key].method for key in sizes} == {method}
+    chosen = QuantizationConfig.named(name, group_size=16).decide(model)
+    assert {chosen[key].weight.group for key in sizes} == {16}
+    model["d"] = nn.Linear(72, 16)
+    with pytest.raises(QuantizationError, match=r"^d: .*72 inputs"):
+        QuantizationConfig.named(name).decide(model)
+
+
+@pytest.mark.parametrize(("name", "size"), [("int8", 64), ("nvfp4", 16), ("int4-rtn", 1)])
+def test_a_group_size_without_groups_is_refused(name: str, size: int) -> None:
+    with pytest.raises(ValueError, match="group"):
+        QuantizationConfig.named(name, group_size=size)
+
+
 def test_a_rule_that_matches_nothing_is_named() -> None:
     config = QuantizationConfig(
         rules=(Rule(name="layers.*.qvk", weight="int8"), Rule(weight="int8"))

@@ -258,3 +258,61 @@ def test_a_layer_of_another_size_is_not_put_in():
     with pytest.raises(QuantizationError, match=r"0: its weight is \(4, 16\)"):
         install(model, {"0": stored})
     assert type(model[0]) is nn.Linear
+
+
+def compressed(name):
+    weight = quantize_weight(torch.randn(OUT, IN), name)
+    config = describe_compressed({"x": (weight.format, None)})
+    tensors = write_compressed(StoredLinear(weight=weight), torch.float32)
+    return config, config["config_groups"]["group_0"]["weights"], tensors
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"strategy": "channel", "group_size": None},
+        {"strategy": "tensor", "group_size": None},
+        {"strategy": "group", "group_size": 8},
+        {"strategy": "group", "group_size": 7},
+        {"strategy": "group", "group_size": None},
+        {"strategy": "token"},
+    ],
+)
+def test_scales_of_another_shape_than_the_scheme_s_are_refused(name, change):
+    config, weights, tensors = compressed(name)
+    if weights["strategy"] == change["strategy"] and weights["group_size"] is None:
+        return  # it is the scheme's own
+    weights |= change
+    with pytest.raises(QuantizationError, match=r"strategy|group_size"):
+        Layout.of(config).read("x", tensors)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 0.0])
+def test_scales_that_no_writer_makes_are_refused(name, value):
+    config, _, tensors = compressed(name)
+    scale = tensors["weight_scale"]
+    if scale.dtype == torch.uint8 or (value == 0 and not name.startswith("int")):
+        return  # a scale of 8 bits is a power of 2; a float weight may be all zeros
+    scale.view(-1)[0] = torch.tensor(value).to(scale.dtype)
+    if not scale.view(-1)[:1].float().equal(torch.tensor([value])) and value == value:
+        return  # e4m3 has no infinity
+    with pytest.raises(QuantizationError, match="scale"):
+        Layout.of(config).read("x", tensors)
+
+
+@pytest.mark.parametrize(("method", "size"), [("gptq", 32), ("gptq", -1), ("awq", 8), ("awq", 0)])
+def test_a_group_size_that_the_scales_don_t_have_is_refused(method, size):
+    codes, zeros, scales = sample()  # in groups of 16
+    order = (0, 2, 4, 6, 1, 3, 5, 7) if method == "awq" else range(8)
+    rows = codes.t() if method == "awq" else codes
+    tensors = {
+        "qweight": words(rows, order) if method == "awq" else words(rows, order).t().contiguous(),
+        "qzeros": words(zeros.t(), order),
+        "scales": scales.t().contiguous(),
+    }
+    config = {"quant_method": method, "bits": 4, "group_size": 16}
+    assert Layout.of(config).read("x", tensors).weight.shape == (OUT, IN)
+    with pytest.raises(QuantizationError, match="group_size"):
+        Layout.of(config | {"group_size": size}).read("x", tensors)

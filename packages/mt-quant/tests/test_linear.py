@@ -152,6 +152,17 @@ def test_weights_written_after_a_product_are_the_ones_that_multiply(write: str) 
     assert torch.equal(first(x), second(x))
 
 
+def test_a_layer_made_in_inference_mode_notices_a_write_too() -> None:
+    with torch.inference_mode():
+        first, second = _quantized("int4-g32", dtype=torch.bfloat16), _another()
+        x = torch.randn(1, 64, dtype=torch.bfloat16)
+        old = second(x)
+        for name in ("weight_data", "weight_scale", "bias"):
+            getattr(second[0], name).copy_(getattr(first[0], name))
+        assert not torch.equal(first(x), old)
+        assert torch.equal(first(x), second(x))
+
+
 def _another() -> nn.Module:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 48, dtype=torch.bfloat16))

@@ -39,6 +39,7 @@ def losses(out) -> list[float]:
             "true does not go with quantization 'int8', whose weights are quantised once",
         ),
         (["quantization.recipe=int8", "training.cuda_graphs=layer"], "use cuda_graphs: none, or"),
+        (["quantization.group_size=32"], "group_size: is for quantization.recipe"),
         (["quantization.recipes=int8"], "unknown key. Did you mean quantization.recipe"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -148,8 +148,12 @@ def _beside(run: Run) -> tuple[Path | None, dict[str, bytes]]:
     if origin.is_dir():
         return origin, {}
     content = run.tokenizer.to_bytes()
+    files = {"generation_config.json": _json({"eos_token_id": sorted(run.ends)})}
     if not content.lstrip().startswith(b"{"):
-        return None, {"tokenizer.model": content}
+        return None, files | {"tokenizer.model": content}
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": run.tokenizer.eod_token}
-    settings = json.dumps(told, indent=2) + "\n"
-    return None, {"tokenizer.json": content, "tokenizer_config.json": settings.encode()}
+    return None, files | {"tokenizer.json": content, "tokenizer_config.json": _json(told)}
+
+
+def _json(content: Mapping[str, object]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -12,7 +13,10 @@ from mt_files import quick_imports
 from mt_infer.console import print_text, say
 
 if TYPE_CHECKING:
+    from mt_model import GPT
     from mt_quant import Progress, QuantizationConfig, Rule
+
+_USUAL_GROUP = 128
 
 
 @dataclass(kw_only=True)
@@ -25,6 +29,9 @@ class Quantize:
     """The folder to make; it must not exist, or be empty."""
     recipe: str | None = None
     """A recipe of mt-quant, such as int8, fp8 or int4-gptq; heads and routers stay as they are."""
+    group_size: int | None = None
+    """Inputs that share a scale, for --recipe of int4; by default the largest of 128, 64 and 32
+    that divides a layer's inputs."""
     config: Path | None = None
     """A YAML file with your own rules, instead of --recipe."""
     kv_cache_dtype: Literal["fp8-tensor", "fp8-head", "int8-tensor", "int8-head"] | None = None
@@ -69,6 +76,8 @@ def run_quantize(command: Quantize) -> int:
         with joined(env) as device, ParallelState(ParallelLayout(), device=device) as state:
             dtype = command.dtype or stored_dtype(run)
             model = load_weights(run, state, dtype=dtype, ema=command.ema).model
+            if command.recipe is not None and command.group_size is None:
+                _say_groups(model, config)
             how = {"layout": command.layout, "calibration": text, "progress": _tell}
             made = quantize_model(model, run, config, command.out, **how)
     if text is not None and not text.is_read:
@@ -106,19 +115,33 @@ def _kv_rules(command: Quantize) -> tuple[Rule, ...]:
 
 def _linear_rules(command: Quantize) -> tuple[Rule, ...]:
     """The rules of --recipe or --config."""
-    from mt_quant import QuantizationConfig, QuantizationError
+    from mt_quant import QuantizationConfig
 
     given = (command.recipe is not None) + (command.config is not None)
     if given == 2 or (not given and command.kv_cache_dtype is None):
         raise ValueError(
             "give one of --recipe NAME and --config FILE, which say how to quantise each layer"
         )
+    if command.group_size is not None and command.recipe is None:
+        raise ValueError("--group-size is for --recipe; rules of --config name their groups")
     if command.config is not None:
         return QuantizationConfig.from_yaml(command.config).rules
+    if command.recipe is None:
+        return ()
     try:
-        return QuantizationConfig.named(command.recipe).rules if command.recipe else ()
-    except QuantizationError as error:
+        return QuantizationConfig.named(command.recipe, group_size=command.group_size).rules
+    except ValueError as error:  # an unknown recipe, or a size that is no group's
         raise ValueError(f"--recipe: {error}") from error
+
+
+def _say_groups(model: GPT, config: QuantizationConfig) -> None:
+    """Say which groups a recipe chose, where they differ from its usual ones."""
+    model.unfuse_experts()  # rules name each expert
+    chosen = (decision.weight for decision in config.decide(model).values())
+    groups = Counter(f.group for f in chosen if f is not None and f.type == "int4")
+    if any(group != _USUAL_GROUP for group in groups):
+        counts = ", ".join(f"{group} inputs in {n} layers" for group, n in groups.items())
+        say(f"groups that divide the layers' inputs: {counts}; --group-size sets one for all")
 
 
 def _tell(progress: Progress) -> None:

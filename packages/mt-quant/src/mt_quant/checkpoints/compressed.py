@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from mt_quant.checkpoints.stored import (
     StoredLinear,
     by_channel,
     check_e4m3,
+    check_scales,
     check_shape,
     group_of,
     integer_weight,
@@ -26,12 +26,14 @@ from mt_quant.formats.format import InputFormat, WeightFormat
 from mt_quant.formats.kv_format import KVFormat
 from mt_quant.formats.packing import pack_words, unpack_words
 from mt_quant.formats.weight import QuantizedWeight
+from mt_quant.pattern import pattern_of
 
 METHOD = "compressed-tensors"
 LEAVES = (
     *("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
     *("weight_global_scale", "input_scale", "input_zero_point", "input_global_scale"),
 )
+_MAX_PATTERNS = 1000
 _LAYOUTS = {
     "fp8": "float-quantized",
     "mxfp8": "mxfp8-quantized",
@@ -211,26 +213,36 @@ def read_compressed(
 
 
 def _scheme_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the first scheme whose targets have the name; else a pattern of it; else `Linear`."""
     groups = _mapping(config.get("config_groups"), "config_groups of quantization_config")
-    matching = []
-    for scheme in groups.values():
-        checked = _mapping(scheme, "a group of config_groups")
-        targets = checked.get("targets") or ()
-        if any(target == name or _matches(str(target), name) for target in targets):
-            return checked
-        matching += [checked] if "Linear" in targets else []
-    if not matching:
+    schemes = [_mapping(scheme, "a group of config_groups") for scheme in groups.values()]
+    targets = [_targets(scheme) for scheme in schemes]
+    for scheme, named in zip(schemes, targets, strict=True):
+        if name in named:
+            return scheme
+    # Patterns are counted, as each is tried with each layer.
+    patterns = [[each for each in named if each.startswith("re:")] for named in targets]
+    if sum(map(len, patterns)) > _MAX_PATTERNS:
         raise QuantizationError(
-            f"{name} has codes, but no group of quantization_config names it; restore config.json"
+            f"quantization_config has more than {_MAX_PATTERNS} patterns as targets; name the "
+            "layers themselves"
         )
-    return matching[0]
+    for scheme, named in zip(schemes, patterns, strict=True):
+        if any(pattern_of(each[3:]).matches(name, whole=False) for each in named):
+            return scheme
+    for scheme, named in zip(schemes, targets, strict=True):
+        if "Linear" in named:
+            return scheme
+    raise QuantizationError(
+        f"{name} has codes, but no group of quantization_config names it; restore config.json"
+    )
 
 
-def _matches(target: str, name: str) -> bool:
-    try:
-        return target.startswith("re:") and re.match(target[3:], name) is not None
-    except re.error as error:
-        raise QuantizationError(f"target {shorten(target)} is no pattern: {error}") from error
+def _targets(scheme: Mapping[str, Any]) -> Sequence[str]:
+    found = scheme.get("targets") or []
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise QuantizationError(f"targets is {shorten(found)}, and a list of names is needed")
+    return found
 
 
 def _mapping(value: object, what: str) -> Mapping[str, Any]:
@@ -269,9 +281,9 @@ def _read_integer(
         rows, columns = (int(size) for size in sizes)
         check_shape("weight_packed", words, (rows, -(-columns * bits // 32)))
         codes = unpack_words(words, bits, columns)
-    scale = scale.view(-1, 1) if scale.dim() < 2 else scale
-    scale = scale.expand(len(codes), -1) if len(scale) == 1 else scale
-    check_shape("weight_scale", scale, (len(codes), scale.shape[1]))
+    scale = _scale_of(scale, weights, (len(codes), codes.shape[1]))
+    check_scales("weight_scale", scale, may_be_zero=False)
+    scale = scale.expand(len(codes), -1)
     if weights.get("symmetric") is False:
         zero = needed(tensors, "weight_zero_point")[0]
         if zero.dtype == torch.int32:
@@ -313,13 +325,45 @@ def by_groups(
     return integer_weight(codes[:, order], scale, zero, bits), None if is_sorted else order
 
 
+def _scale_of(scale: Tensor, weights: Mapping[str, Any], shape: tuple[int, int]) -> Tensor:
+    """Return a layer's scales as a matrix, checked against the strategy of its scheme."""
+    rows, columns = shape
+    strategy, size = weights.get("strategy"), weights.get("group_size")
+    if strategy is None:  # older files leave it out
+        strategy = {None: "tensor", -1: "channel"}.get(size, "group")
+    if strategy in ("group", "tensor_group") and (
+        type(size) is not int or size < 2 or columns % size
+    ):
+        raise QuantizationError(
+            f"group_size of its scheme is {shorten(size)}, which does not divide {columns} inputs "
+            "into groups of 2 or more; restore config.json"
+        )
+    expected = {"tensor": (1, 1), "channel": (rows, 1)}
+    if strategy not in expected and type(size) is int:
+        expected |= dict.fromkeys(("group", "tensor_group"), (rows, columns // size))
+    if strategy not in expected:
+        raise QuantizationError(
+            f"strategy of its scheme is {shorten(strategy)}; use tensor, channel or group"
+        )
+    found = scale.reshape(-1, 1) if scale.dim() < 2 else scale
+    if tuple(found.shape) != expected[strategy]:
+        raise QuantizationError(
+            f"weight_scale has the shape {list(scale.shape)}, and strategy {strategy!r} of its "
+            f"scheme needs {list(expected[strategy])}; restore the file or config.json"
+        )
+    return found
+
+
 def _read_float(tensors: Mapping[str, Tensor], weights: Mapping[str, Any]) -> QuantizedWeight:
     strategy, scale = weights.get("strategy"), needed(tensors, "weight_scale")[0]
     if weights.get("num_bits") == 4:
         data = needed(tensors, "weight_packed")[0]
+        _scale_of(scale, weights, (data.shape[0], 2 * data.shape[1]))
         return _read_fp4(data, scale, tensors)
     data = needed(tensors, "weight")[0]
     check_e4m3("weight", data)
+    if strategy != "block":
+        scale = _scale_of(scale, weights, (data.shape[0], data.shape[1]))
     if scale.dtype == torch.uint8:
         check_shape("weight_scale", scale, (data.shape[0], data.shape[1] // 32))
         return float_weight(data, scale, WeightFormat(type="mxfp8", group=32))
@@ -337,6 +381,7 @@ def scaled_weight(data: Tensor, scale: Tensor) -> QuantizedWeight:
     Raises:
         QuantizationError: The number of scales is wrong.
     """
+    check_scales("weight_scale", scale)
     if scale.numel() == 1:
         format = WeightFormat(type="fp8", group="tensor")
         return float_weight(data, scale.float().view(1, 1), format)
@@ -354,6 +399,7 @@ def block_weight(data: Tensor, scale: Tensor, block: tuple[int, int]) -> Quantiz
     """
     rows, columns = data.shape
     check_shape("the scale", scale, (-(-rows // block[0]), -(-columns // block[1])))
+    check_scales("the scale", scale)
     size = math.gcd(block[1], columns)  # so that a partial last block is whole groups too
     wide = scale.float().repeat_interleave(block[0], 0)[:rows]
     wide = wide.repeat_interleave(block[1] // size, 1)[:, : columns // size]
@@ -390,5 +436,7 @@ def nvfp4_weight(data: Tensor, scale: Tensor, level: Tensor) -> QuantizedWeight:
     """
     check_shape("weight_scale", scale, (data.shape[0], 2 * data.shape[1] // 16))
     check_e4m3("weight_scale", scale)
+    check_scales("weight_scale", scale.float())
+    check_scales("the scale of all groups", level, may_be_zero=False)
     format = WeightFormat(type="nvfp4", group=16)
     return float_weight(data, scale.view(torch.uint8), format, level)

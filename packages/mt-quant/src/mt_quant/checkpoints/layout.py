@@ -96,6 +96,7 @@ def _gptq(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) -
     words, zeros, scale = needed(tensors, "qweight", "qzeros", "scales")
     groups, outputs = scale.shape
     columns = words.shape[0] * 32 // bits
+    _check_groups(config, groups, columns)
     check_shape("qweight", words, (columns * bits // 32, outputs))
     check_shape("qzeros", zeros, (groups, outputs * bits // 32))
     codes = unpack_words(words.t().contiguous(), bits, columns)
@@ -115,6 +116,7 @@ def _awq(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) ->
         )
     words, scale = needed(tensors, "qweight", "scales")
     groups, outputs = scale.shape
+    _check_groups(config, groups, words.shape[0])
     check_shape("qweight", words, (words.shape[0], outputs // 8))
     codes, zero = _awq_codes(words, outputs), None
     if config.get("zero_point", True):
@@ -128,6 +130,24 @@ def _awq(config: Mapping[str, Any], name: str, tensors: Mapping[str, Tensor]) ->
 def _awq_codes(words: Tensor, count: int) -> Tensor:
     codes = unpack_words(words, 4, count).unflatten(1, (-1, 8))
     return codes[..., torch.tensor(AWQ_ORDER).argsort()].flatten(1)
+
+
+def _check_groups(config: Mapping[str, Any], groups: int, columns: int) -> None:
+    """Refuse scales of another number of groups than `group_size` makes of a layer's inputs."""
+    size = config.get("group_size", config.get("q_group_size"))
+    if size is None or config.get("dynamic"):  # layers may have sizes of their own
+        return
+    if type(size) is not int or (size < 2 and size != -1):
+        raise QuantizationError(
+            f"group_size of quantization_config is {shorten(size)}; use 2 or more, or -1 for one "
+            "group"
+        )
+    expected = 1 if size == -1 else -(-columns // size)
+    if groups != expected:
+        raise QuantizationError(
+            f"scales has {groups} groups of {columns} inputs, and group_size {size} of "
+            f"quantization_config makes {expected}; restore the file or config.json"
+        )
 
 
 def _bits(config: Mapping[str, Any]) -> int:

@@ -146,8 +146,7 @@ def integer_weight(codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int)
         group=group_of(scale, codes.shape[1]),
         symmetric=symmetric,
     )
-    if not bool(scale.isfinite().all()):
-        raise QuantizationError("a scale is not finite; restore the file")
+    check_scales("a scale", scale)
     data = codes[:, ::2] | (codes[:, 1::2] << 4) if bits == 4 else codes
     if bits == 8 and symmetric:
         data = (codes.to(torch.int16) - middle).to(torch.int8)
@@ -201,3 +200,22 @@ def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         raise QuantizationError(
             f"{name} has the shape {list(tensor.shape)}, and {list(shape)} is needed"
         )
+
+
+def check_scales(name: str, scale: Tensor, *, may_be_zero: bool = True) -> None:
+    """Raise QuantizationError unless all scales are finite and not negative.
+
+    Args:
+        name: Name of the scales, for the message.
+        scale: The scales, of a floating dtype.
+        may_be_zero: Whether a group without values may have a scale of 0.
+    """
+    if not bool(scale.isfinite().all()):
+        problem = "is not finite"
+    elif bool((scale < 0).any()):
+        problem = "is negative"
+    elif not may_be_zero and bool((scale == 0).any()):
+        problem = "is 0"
+    else:
+        return
+    raise QuantizationError(f"{name} {problem}, which no layout writes; restore the file")

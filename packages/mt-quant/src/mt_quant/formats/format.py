@@ -129,7 +129,7 @@ class WeightFormat:
         if columns % self.group:
             raise QuantizationError(
                 f"groups of {self.group} inputs ({self}) do not divide {columns} inputs; use a "
-                f"divisor of {columns}, or a rule that leaves this layer out"
+                f"divisor of {columns} (--group-size), or a rule that leaves this layer out"
             )
         return self.group
 

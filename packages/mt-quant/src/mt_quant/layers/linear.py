@@ -113,7 +113,10 @@ class QuantizedLinear(nn.Module):
             letters = dims_of(name, format)
             device = tensor.device if weight.is_meta else weight.device
             boxed = shape.box(tensor.to(device), letters)
-            param = nn.Parameter(boxed, requires_grad=False)
+            # A tensor of inference mode counts no versions, and a later write would go unseen.
+            with torch.inference_mode(mode=False):
+                boxed = boxed.clone() if boxed.is_inference() else boxed
+                param = nn.Parameter(boxed, requires_grad=False)
             own.register_parameter(name, shard_param(param, shape.spec(letters)))
         if layer.bias is not None:
             bias = cast("nn.Parameter", layer.bias)

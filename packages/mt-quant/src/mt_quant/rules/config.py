@@ -44,13 +44,18 @@ class QuantizationConfig:
         checks.done()
 
     @classmethod
-    def named(cls, name: str) -> Self:
-        """Return the rules of a recipe by name, one of `RECIPES`.
+    def named(cls, name: str, *, group_size: int | None = None) -> Self:
+        """Return the rules of a recipe by name.
+
+        Args:
+            name: One of `RECIPES`.
+            group_size: Number of neighbouring inputs that share a scale, for a recipe of int4; None
+                is the largest of 128, 64 and 32 that divides a layer's inputs.
 
         Raises:
-            QuantizationError: The name is unknown.
+            QuantizationError: The name is unknown, or the recipe has no groups of this size.
         """
-        return cls(rules=recipe(name))
+        return cls(rules=recipe(name, group_size))
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Self:

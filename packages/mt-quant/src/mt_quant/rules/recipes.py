@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from mt_files import did_you_mean
 
 from mt_quant.error import QuantizationError
-from mt_quant.rules.rule import Rule
+from mt_quant.formats.format import WeightFormat
+from mt_quant.rules.rule import Rule, ShapeCondition
 
 _KEPT = Rule(
     name=r"re:(.*\.)?(lm_head|head|output_layer|router|gate|classifier|score)(\..*)?",
@@ -36,14 +38,39 @@ _LAYERS: Mapping[str, Rule] = {
 }
 
 RECIPES: tuple[str, ...] = tuple(_LAYERS)
+_GROUPS = (128, 64, 32)
 
 
-def recipe(name: str) -> tuple[Rule, ...]:
+def recipe(name: str, group_size: int | None = None) -> tuple[Rule, ...]:
     """Return the rules of a recipe by name; heads and routers stay as they are.
 
+    Args:
+        name: One of `RECIPES`.
+        group_size: Number of neighbouring inputs that share a scale, for a recipe with groups; None
+            is the largest of 128, 64 and 32 that divides a layer's inputs.
+
     Raises:
-        QuantizationError: The name is unknown.
+        QuantizationError: The name is unknown, or the recipe has no groups of this size.
     """
     if name not in _LAYERS:
         raise QuantizationError(f"unknown recipe {name!r}. {did_you_mean(name, _LAYERS)}")
-    return _KEPT, _LAYERS[name]
+    rule = _LAYERS[name]
+    format = WeightFormat.named(str(rule.weight))
+    if format.type != "int4":
+        if group_size is not None:
+            raise QuantizationError(
+                f"group_size {group_size}: the recipe {name} has no groups to choose; leave it out"
+            )
+        return _KEPT, rule
+    if group_size is not None:
+        return _KEPT, replace(rule, weight=replace(format, group=group_size))
+    fitting = [
+        replace(
+            rule,
+            shape=ShapeCondition(inputs_multiple_of=size),
+            weight=replace(format, group=size),
+            optional=True,
+        )
+        for size in _GROUPS
+    ]
+    return _KEPT, *fitting, rule  # the last one is refused, with the layer's name

@@ -16,6 +16,7 @@ from mt_quant.formats.format import BLOCKS, InputFormat, WeightFormat
 from mt_quant.formats.kv_format import KVFormat
 from mt_quant.layers.shape import LinearShape
 from mt_quant.methods.registry import check_method
+from mt_quant.pattern import pattern_of
 
 F = TypeVar("F")
 _REGEX = "re:"
@@ -96,7 +97,7 @@ class Rule:
 
     Attributes:
         name: Pattern of the module's dotted name: a glob whose `*` crosses dots, or `re:` and a
-            regular expression for the whole name.
+            regular expression for the whole name, of a form that matches in linear time.
         type: Name of the module's class; None for any.
         shape: Condition on the sizes of the weight; None for any.
         weight: Format of the weight, or its name; None keeps the layer as it is.
@@ -124,7 +125,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        readers: dict[str, Callable[[Any], Any]] = {"name": _compiled}
+        readers: dict[str, Callable[[Any], Any]] = {"name": _matcher}
         readers |= {"weight": WeightFormat.named} if isinstance(self.weight, str) else {}
         for name in ("input", "output"):
             readers |= {name: InputFormat.named} if isinstance(getattr(self, name), str) else {}
@@ -132,7 +133,7 @@ class Rule:
         for name, read in readers.items():
             try:
                 read(getattr(self, name))
-            except (ValueError, re.error) as error:
+            except ValueError as error:
                 checks.add(name, str(error))
         try:
             check_method(self.method, self.options)
@@ -164,7 +165,7 @@ class Rule:
             shape is None or not self.shape.holds(shape.whole_rows, shape.whole_columns)
         ):
             return False
-        return _compiled(self.name).fullmatch(name) is not None
+        return _matcher(self.name)(name)
 
     def __str__(self) -> str:
         parts = [f"name={self.name!r}"]
@@ -173,10 +174,13 @@ class Rule:
         return ", ".join(parts)
 
 
-def _compiled(name: str) -> re.Pattern[str]:
-    """Return the pattern for a whole name; `re` caches recent patterns."""
-    text = name.removeprefix(_REGEX) if name.startswith(_REGEX) else translate(name)
-    return re.compile(text)
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    """Return a function that says whether a name matches."""
+    if pattern.startswith(_REGEX):
+        found = pattern_of(pattern.removeprefix(_REGEX))
+        return lambda name: found.matches(name, whole=True)
+    glob = re.compile(translate(pattern))  # `re` caches recent patterns
+    return lambda name: glob.fullmatch(name) is not None
 
 
 def _format(value: F | str | None, named: Callable[[str], F]) -> F | None:

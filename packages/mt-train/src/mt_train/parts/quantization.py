@@ -179,7 +179,7 @@ def read_rules(section: QuantizationSection) -> QuantizationConfig:
     """
     if section.config is not None:
         return QuantizationConfig.from_yaml(section.config)
-    return QuantizationConfig.named(section.recipe or "")
+    return QuantizationConfig.named(section.recipe or "", group_size=section.group_size)
 
 
 def check_quantization(loaded: LoadedConfig, model: ModelConfig) -> None:
