@@ -17,7 +17,7 @@ from mt_data import (
     load_tokenizer,
     train_tokenizer,
 )
-from tokenizers import models
+from tokenizers import models, processors
 
 TEXTS = ["the quick brown fox jumps over the lazy dog"] * 20
 SIGN = "\u2581"
@@ -68,6 +68,25 @@ def test_special_tokens_in_text_stay_text(path):
     assert tokenizer.decode(tokenizer.encode(text)).count("fox") == 1
     assert name in tokenizer.decode([*tokenizer.encode("the"), tokenizer.eod_id])
     assert name not in tokenizer.decode([tokenizer.eod_id], skip_special=True)
+
+
+def test_special_tokens_in_a_prompt_are_these_tokens(path):
+    tokenizer = load_tokenizer(path)
+    text = f"the fox {tokenizer.eod_token} the dog"
+    ids = tokenizer.encode_prompt(text)
+    assert tokenizer.eod_id in ids[1:-1]
+    assert {*tokenizer.encode("the fox"), *tokenizer.encode("the dog")} <= {*ids}
+    assert tokenizer.eod_id not in tokenizer.encode(text)  # a text of data stays as it is
+
+
+def test_a_prompt_begins_as_the_tokenizer_s_template_says(make_engine, tmp_path):
+    engine = make_engine("llama")
+    made = Tokenizer(engine)
+    first = (made.eod_token, made.eod_id)
+    template = {"single": f"{first[0]} $A", "special_tokens": [first]}
+    engine.post_processor = processors.TemplateProcessing(**template)
+    tokenizer = Tokenizer(engine)
+    assert tokenizer.encode_prompt("the fox") == [made.eod_id, *tokenizer.encode("the fox")]
 
 
 def test_saved_file_gives_an_equal_tokenizer(path, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from mt_ckpt import RunFolder, SavedModel, SavedTokenizer, param_shards, save_checkpoint
 from mt_data import train_tokenizer
 from mt_files import to_plain
+from mt_hf import save_pretrained
 from mt_infer.cli import main
 from mt_model import GPT, ModelConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
@@ -90,3 +91,19 @@ def generate(
         return stop.value.code, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of Hugging Face with a tokenizer."""
+    config = gpt(
+        vocab_size=261,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        max_sequence_length=32,
+        init_std=1,
+    )
+    save_pretrained(GPT(config, seed=3), tmp_path / "model")
+    train_tokenizer(["to be or not to be"], 260).save(tmp_path / "model/tokenizer.json")
+    return tmp_path / "model"

@@ -27,21 +27,6 @@ from mt_model import (
 PROMPT = "to be"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    config = gpt(
-        vocab_size=261,
-        hidden_size=16,
-        num_layers=2,
-        num_heads=4,
-        max_sequence_length=32,
-        init_std=1,
-    )
-    save_pretrained(GPT(config, seed=3), tmp_path / "model")
-    train_tokenizer(["to be or not to be"], 260).save(tmp_path / "model/tokenizer.json")
-    return tmp_path / "model"
-
-
 def test_the_greedy_text_is_that_of_the_folder(folder, tmp_path, generate) -> None:
     import_pretrained(folder, tmp_path / "run")
     code, out, _ = generate(tmp_path / "run", "--max-tokens", 12, "--temperature", 0, prompt=PROMPT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mt_infer import Sampling, choose
+from mt_infer import LogitsError, Sampling, choose
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
 PROBABILITIES = [0.6439, 0.2369, 0.0871, 0.0321]
@@ -98,3 +98,13 @@ def test_a_setting_of_another_type_is_named(temperature: object) -> None:
 def test_arguments_of_another_type_are_named(logits, sampling, message) -> None:
     with pytest.raises(TypeError, match=message):
         choose(logits, sampling, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "bad", [[0.0, float("nan"), 1.0], [float("-inf")] * 3, [0.0, float("inf"), 1.0]]
+)
+def test_a_row_without_a_largest_number_is_named(bad: list[float], temperature: float) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], bad])
+    with pytest.raises(LogitsError, match="row 1 of the logits"):
+        choose(logits, Sampling(temperature=temperature), 0)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mt_hf.family.family import Family
     from mt_hf.family.link import Link
     from mt_hf.reading.description import Description, describe, read_description
+    from mt_hf.reading.end_tokens import read_end_tokens
     from mt_hf.reading.loading import from_pretrained
     from mt_hf.reading.pretrained import Pretrained, open_pretrained
     from mt_hf.reading.registry import find_family, known_families
@@ -38,6 +39,7 @@ __all__ = [
     "open_pretrained",
     "quantize_for_folder",
     "read_description",
+    "read_end_tokens",
     "save_pretrained",
     "upcycle_checkpoint",
 ]
@@ -49,6 +51,7 @@ __getattr__ = resolve_later(
         "family.family": "Family",
         "family.link": "Link",
         "reading.description": "Description describe read_description",
+        "reading.end_tokens": "read_end_tokens",
         "reading.registry": "find_family known_families",
         "commands.upcycling": "Upcycling upcycle_checkpoint",
         "reading.loading": "from_pretrained",

@@ -44,6 +44,8 @@ class Generate:
     """The checkpoint of this step; by default the latest."""
     ema: bool = False
     """Use the moving average of the weights, if training kept one (optimizer.ema)."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A text that ends the continuation, which is cut before it; may be given several times."""
     max_tokens: int = 128
     """Stop after this many tokens, or at the end of the model's context."""
     greedy: bool = False
@@ -150,6 +152,8 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
 
     if command.max_tokens < 1:
         raise ValueError(f"--max-tokens {command.max_tokens}: use 1 or more")
+    if "" in command.stop:
+        raise ValueError("--stop '': every text has it; name a text of one character or more")
     if command.greedy and command.temperature not in (None, 0.0):
         raise ValueError(
             f"--greedy and --temperature {command.temperature} contradict each other: leave one out"
@@ -234,9 +238,10 @@ def _as_arguments(command: Generate, step: int | None) -> list[str]:
     command.step = step
     names, switches = _options(Generate)
     given = {name: getattr(command, name) for name in names}
+    stops = [f"--stop={text}" for text in given.pop("stop")]
     options = [f"{_flag(name)}={value}" for name, value in given.items() if value is not None]
     switches = [_flag(name) for name in switches if getattr(command, name)]
-    return ["generate", *options, *switches, "--", str(command.run)]
+    return ["generate", *stops, *options, *switches, "--", str(command.run)]
 
 
 def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> Completion:
@@ -256,7 +261,8 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
             told = say if env.local_rank == 0 else keep_quiet
             generator = replace(generator, cuda_graphs=True, on_eager=told)
         _use_threads(generator)
-        return generator.complete(command.prompt, max_tokens=command.max_tokens, sampling=sampling)
+        how = {"max_tokens": command.max_tokens, "sampling": sampling, "stop": command.stop}
+        return generator.complete(command.prompt, **how)
 
 
 def _use_threads(generator: Generator) -> None:

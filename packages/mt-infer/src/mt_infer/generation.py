@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -13,7 +13,9 @@ from mt_model import GPT, GraphedDecoding, KVCache, ModelConfig
 from mt_quant import KVFormat
 from torch import Tensor
 
-from mt_infer.sampling import Sampling, choose, choose_by
+from mt_infer.sampling import NO_TOKEN, LogitsError, Sampling, choose_by
+
+_DROPPED = 16  # tokens without text that a stop text may have inside
 
 
 class PromptError(ValueError):
@@ -21,13 +23,15 @@ class PromptError(ValueError):
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
-    """Return the tokens of a prompt; an empty one becomes the end-of-document token.
+    """Return the tokens of a prompt, in which names of special tokens stand for these tokens.
+
+    An empty one becomes the end-of-document token.
 
     Raises:
         PromptError: The prompt is not valid text, fills the model's context, or has an image token.
     """
     try:
-        tokens = tokenizer.encode(prompt) or [tokenizer.eod_id]
+        tokens = tokenizer.encode_prompt(prompt) or [tokenizer.eod_id]
     except DataError as error:
         raise PromptError(f"the prompt is not valid text: {error}") from error
     _check_length(tokens, config.max_sequence_length)
@@ -54,14 +58,48 @@ class Completion:
 
     Attributes:
         text: The continuation.
-        num_tokens: Number of its tokens.
-        end: Reason for its end: the end of the `document`, the requested number of tokens
-            (`limit`), or a full `context`.
+        num_tokens: Number of its tokens, with those of a stop string.
+        end: Reason for its end: the end of the `document`, a `stop` string, the requested number
+            of tokens (`limit`), or a full `context`.
     """
 
     text: str
     num_tokens: int
-    end: Literal["document", "limit", "context"]
+    end: Literal["document", "stop", "limit", "context"]
+
+
+class StopTexts:
+    """Texts that end a continuation.
+
+    Args:
+        texts: The texts; none never ends one.
+        tokenizer: The tokenizer of the continuation.
+
+    Raises:
+        ValueError: A text is empty.
+    """
+
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
+        if "" in texts:
+            raise ValueError("stop '': every text has it; name a text of one character or more")
+        self.texts, self._tokenizer = tuple(texts), tokenizer
+        # A token has a byte at least, but for those that a decoder drops.
+        self._window = max((len(text.encode()) for text in texts), default=0) + _DROPPED
+
+    def cut(self, tokens: list[int]) -> str | None:
+        """Return the text of tokens before the first of the stop texts; None if it has none.
+
+        Called after each token, so only the last ones are looked at.
+        """
+        if not self.texts or not self._found(self._tokenizer.decode(tokens[-self._window :])):
+            return None
+        text = self._tokenizer.decode(tokens)
+        found = self._found(text)
+        return text[: min(found)] if found else None
+
+    def _found(self, text: str) -> list[int]:
+        places = (text.find(each) for each in self.texts)
+        return [place for place in places if place >= 0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +111,7 @@ class Generator:
             shards of them.
         config: The model's layer list.
         tokenizer: The one the model was trained with.
+        ends: Ids of the tokens that end a text; none means the tokenizer's end-of-document token.
         stages: The ranks that hold the stages, in order; None: this rank holds all layers.
         cuda_graphs: Replay a CUDA graph for each token behind the prompt; the tokens are the same.
             On a CPU nothing is captured, and what a replay would compute wrong raises
@@ -87,6 +126,7 @@ class Generator:
     model: GPT
     config: ModelConfig
     tokenizer: Tokenizer
+    ends: frozenset[int] = frozenset()
     stages: dist.ProcessGroup | None = None
     cuda_graphs: bool = False
     kv_cache_dtype: KVFormat | str = "auto"
@@ -96,7 +136,9 @@ class Generator:
         """Return the continuation of a text; see `complete`."""
         return self.complete(prompt, max_tokens=max_tokens, sampling=sampling).text
 
-    def complete(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> Completion:
+    def complete(
+        self, prompt: str, *, max_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
+    ) -> Completion:
         """Continue a text; a model with an encoder reads it there, and its decoder answers.
 
         Args:
@@ -104,14 +146,22 @@ class Generator:
             max_tokens: Stop after this many tokens, at the end of a document, or when the context
                 is full.
             sampling: How to choose tokens.
+            stop: Texts that end the continuation, which is cut before the first of them.
 
         Raises:
             PromptError: The prompt is not valid text, fills the model's context, or has an image
                 token.
+            LogitsError: The model's scores have NaN, or no finite maximum.
         """
         limit = self.config.max_sequence_length
         given = encode_prompt(prompt, self.tokenizer, self.config)
-        tokens = list(self.tokens(given, max_tokens, sampling))
+        tokens: list[int] = []
+        stops = StopTexts(stop, self.tokenizer)
+        for token in self.tokens(given, max_tokens, sampling):
+            tokens.append(token)
+            text = stops.cut(tokens)
+            if text is not None:
+                return Completion(text=text, num_tokens=len(tokens), end="stop")
         room = limit - (1 if self.config.encoder_layers else len(given))
         end: Literal["document", "limit", "context"] = "document"
         if len(tokens) == min(max_tokens, room):
@@ -145,14 +195,15 @@ class Generator:
             encoded = None  # the cache now holds the encoder's keys and values
             # Reading a token waits for the device, so the next pass is queued first.
             if waiting is not None:
-                if int(waiting) == self.tokenizer.eod_id:
+                token = self._read(waiting, position - 1)
+                if token is None:
                     return
-                yield int(waiting)
+                yield token
             if decoding is not None and self.stages is None:
                 waiting = found.clone()  # the next replay overwrites the graph's output
             else:
-                waiting = choose(self._allowed(found), sampling, position)
-            fed = waiting[:, None]
+                waiting = choose_by(sampling.key(position), self._allowed(found), sampling)
+            fed = waiting[:, None].clamp(min=0)  # without a token the pass only must not fail
             whole.append(fed)
             # The next pass warms up eagerly; replays start at the third pass.
             if self.cuda_graphs and decoding is None and position + 1 < length:
@@ -161,8 +212,21 @@ class Generator:
             if self.config.cache_break(cache.length, position + 1) is not None:
                 cache = self.model.new_cache(batch_size=1, **kept)
                 fed, decoding = torch.cat(whole, dim=1), None
-        if waiting is not None and int(waiting) != self.tokenizer.eod_id:
-            yield int(waiting)
+        if waiting is not None:
+            token = self._read(waiting, length - 1)
+            if token is not None:
+                yield token
+
+    def _read(self, chosen: Tensor, position: int) -> int | None:
+        """Return the token chosen for a position, or None if it ends the text."""
+        token = int(chosen)
+        if token == NO_TOKEN:
+            raise LogitsError(
+                f"the model's scores for token {position} of the text (the prompt's included) have "
+                "NaN or no finite maximum, so no token can be chosen; the weights are damaged, or "
+                "too large for this dtype: try --dtype fp32, or another checkpoint"
+            )
+        return None if token in (self.ends or (self.tokenizer.eod_id,)) else token
 
     def _allowed(self, scores: Tensor) -> Tensor:
         """Return the last token's scores without the padding rows of the embedding."""

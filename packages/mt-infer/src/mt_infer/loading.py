@@ -24,7 +24,7 @@ from mt_ckpt import (
 )
 from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import UserError
-from mt_hf import Pretrained, from_pretrained, open_pretrained
+from mt_hf import Pretrained, from_pretrained, open_pretrained, read_end_tokens
 from mt_model import (
     DTYPES,
     GPT,
@@ -56,6 +56,7 @@ class Run:
         folder: The run folder, or the folder of Hugging Face.
         config: The model's config.
         tokenizer: The tokenizer with which the model was trained.
+        ends: Ids of the tokens that end a text.
         source: The step directory, or the tensors of a folder of Hugging Face.
         step: Step of the step directory; None for a folder of Hugging Face.
     """
@@ -63,6 +64,7 @@ class Run:
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer
+    ends: frozenset[int]
     source: Path | Pretrained
     step: int | None = None
 
@@ -101,9 +103,10 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
         tokenizer = load_tokenizer(run.tokenizer, eod=saved.tokenizer.eod)
         _check_tokenizer(run, saved.tokenizer, tokenizer)
         _check_vocabulary(run.tokenizer, tokenizer, config)
-        yield Run(
-            folder=folder, config=config, tokenizer=tokenizer, source=path, step=manifest.step
-        )
+        # Training ends documents with this token, besides those of the folder it started from.
+        ends = {tokenizer.eod_id, *read_end_tokens(run.hugging_face)}
+        found = {"config": config, "tokenizer": tokenizer, "ends": frozenset(ends)}
+        yield Run(folder=folder, source=path, step=manifest.step, **found)
 
 
 def _open_pretrained(folder: Path, step: int | None) -> Run:
@@ -129,7 +132,9 @@ def _open_pretrained(folder: Path, step: int | None) -> Run:
     _check_vocabulary(path, tokenizer, config)
     found = found.padded(config.usual_vocab_multiple)
     padded = cast("ModelConfig", found.config)
-    return Run(folder=folder, config=padded, tokenizer=tokenizer, source=found)
+    ends = read_end_tokens(folder) or {tokenizer.eod_id}
+    how = {"tokenizer": tokenizer, "ends": frozenset(ends)}
+    return Run(folder=folder, config=padded, source=found, **how)
 
 
 def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
@@ -276,7 +281,8 @@ def load_weights(
         model = from_pretrained(run.folder, state=state, vocab_multiple=multiple, **how)
         model = cast("GPT", model)
     model.eval()
-    return Generator(model=model, config=config, tokenizer=run.tokenizer, stages=state.group("pp"))
+    how = {"tokenizer": run.tokenizer, "ends": run.ends, "stages": state.group("pp")}
+    return Generator(model=model, config=config, **how)
 
 
 def _fill(model: GPT, checkpoint: Path, state: ParallelState, *, ema: bool) -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from mt_files import Checks
+from mt_files import Checks, UserError
 from mt_parallel_state import hash_key, random_uniform
 from torch import Tensor
+
+NO_TOKEN = -1
+"""Stands for the token of a row of logits from which none can be chosen."""
+
+
+class LogitsError(UserError):
+    """A row of logits from which no token can be chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +60,37 @@ def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
 
     Shape:
         logits `[B, vocab]`; returns `[B]`, int64.
+
+    Raises:
+        LogitsError: A row has NaN, or no finite maximum.
     """
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.shape[1]:
         raise TypeError(f"logits must be a tensor of shape [B, vocab], not {_kind(logits)}")
     if not isinstance(sampling, Sampling):
         raise TypeError(f"sampling must be a Sampling, not {_kind(sampling)}")
-    return choose_by(sampling.key(position), logits, sampling)
+    tokens = choose_by(sampling.key(position), logits, sampling)
+    for row, token in enumerate(tokens.tolist()):
+        if token == NO_TOKEN:
+            raise LogitsError(
+                f"row {row} of the logits has NaN or no finite maximum (its largest value is "
+                f"{float(logits[row].amax())}), so no token can be chosen; check the weights"
+            )
+    return tokens
 
 
 def choose_by(key: int | Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
-    """Choose one token per row with the random number of a key, which may be a tensor."""
+    """Choose one token per row with the random number of a key, which may be a tensor.
+
+    A row with NaN or without a finite maximum gives `NO_TOKEN`: a raise would wait for the device,
+    and can't be captured in a graph.
+    """
+    largest, best = logits.max(-1)
+    is_usable = largest.isfinite()
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        return best.masked_fill(~is_usable, NO_TOKEN)
     scores = logits.double()
     # The largest score becomes 0, so no temperature makes it infinite.
-    scores = (scores - scores.amax(-1, keepdim=True)) / sampling.temperature
+    scores = (scores - largest[:, None].double()) / sampling.temperature
     scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
         smallest = scores[..., sampling.top_k - 1 : sampling.top_k]
@@ -83,7 +106,8 @@ def choose_by(key: int | Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
     index = torch.searchsorted(cumulative, draw, right=True)
     # A draw that rounds up to the total would fall after the last kept token.
     last = (probabilities > 0).sum(-1, keepdim=True) - 1
-    return order.gather(-1, index.minimum(last)).squeeze(-1)
+    chosen = order.gather(-1, index.minimum(last).clamp(min=0)).squeeze(-1)
+    return chosen.masked_fill(~is_usable, NO_TOKEN)
 
 
 def _kind(value: object) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -49,6 +51,19 @@ class JsonEngine:
         with _reported("the tokenizer cannot encode this text"):
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text with special tokens."""
+        with _reported("the tokenizer cannot encode this text"):
+            return self._for_prompts.encode(text, add_special_tokens=True).ids
+
+    @cached_property
+    def _for_prompts(self) -> Any:
+        """A copy that reads names of special tokens; a switch would also serve other threads."""
+        library = require("tokenizers", "tokenizers", "encoding a prompt")
+        copy = library.Tokenizer.from_str(self._inner.to_str())
+        copy.encode_special_tokens = False
+        return copy
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
         """Return the text of ids."""
@@ -101,6 +116,16 @@ class ModelEngine:
                 raise TypeError(type(text).__name__)
         with _reported("the tokenizer cannot encode this text"):
             return self._inner.encode(list(texts), out_type=int)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a text with special tokens."""
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+        ids: list[int] = []
+        for part in parts:
+            special = self.special_tokens.get(part)
+            ids += self.encode_batch([part])[0] if special is None else [special]
+        return ids
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
         """Return the text of ids; the library itself omits special tokens."""

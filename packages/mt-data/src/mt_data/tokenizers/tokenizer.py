@@ -99,6 +99,16 @@ class Tokenizer:
         """Return the ids of a text, without any special token."""
         return self.encode_batch([text])[0]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt for a model, as transformers' tokenizer makes them.
+
+        Names of special tokens in the text stand for these tokens, as a chat template writes them,
+        and a `tokenizer.json` may add tokens of its own, such as one for the beginning. A text of
+        somebody else is for `encode`, which never makes a special token.
+        """
+        check_text(text, 0)
+        return self._engine.encode_prompt(text)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, encoded on all cores.
 
