@@ -183,3 +183,15 @@ def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def published_model(request: pytest.FixtureRequest, cli) -> Path:
+    """A folder with SmolLM2-135M-Instruct; made once, and kept in pytest's cache."""
+    folder = request.config.cache.mkdir("published_model") / "smollm2"
+    script = request.config.rootpath / "tools/published_model.py"
+    made = cli(sys.executable, script, folder, timeout=600)
+    if "no model: " in made.stdout:
+        pytest.skip(made.stdout.strip())
+    assert made.returncode == 0, made.stderr
+    return folder
