@@ -7,12 +7,14 @@ import inspect
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import yaml
 from mt_data_parallel import GradBuffer
 from mt_model import FIELDS
+from mt_testing import sample
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import _options_last, _run_folder, main
 from mt_train.config.parallel_section import ParallelSection
@@ -154,9 +156,11 @@ def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]
     )  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+HELP = (["--help"], ["run", "--help"], ["config", str(TINY)], ["keys"])
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["config", str(TINY)], ["keys"]]
+    ("arguments", "encoding"), sample(product(HELP, ("ascii", "latin-1", "utf-8")), every=2)
 )
 def test_any_encoding_of_the_console_will_do(encoding: str, arguments: list[str]) -> None:
     code = f"from mt_train.cli import main; main({arguments!r})"
