@@ -28,7 +28,8 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from world import Row, World, make_world
+from mt_testing import RankPool
+from world import IMPORTED, Row, World, make_world
 
 MEMORY_BYTES = 4 * 2**30
 WORKERS = 2
@@ -169,8 +170,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = _chosen(options)
     tried = dict.fromkeys((case.row.name for case in cases), 0)
     bad = dict.fromkeys(tried, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        world = make_world(Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RankPool() as pool,
+        pool.programs(*IMPORTED) as programs,
+    ):
+        world = make_world(Path(folder), str(programs.python))
         for case, problem in attack(cases, world, options.seed):
             tried[case.row.name] += 1
             if problem:

@@ -65,7 +65,7 @@ def beside_training(world: World, rng: random.Random, scratch: Path) -> None:
     out = scratch / "run"
     every = rng.choice([1, 1, 5])
     more = ("training.steps=100000", f"checkpoint.every={every}", "checkpoint.keep=1")
-    with _started(world, out, *more) as process:
+    with _started(world, out, *more, python=world.python) as process:
         _wait_for(lambda: (out / "checkpoints" / "latest").exists(), process)
         for _ in range(10):
             result = infer(["generate", str(out), "--prompt", "old", "--max-tokens", "1"])
@@ -78,7 +78,7 @@ def signals(world: World, rng: random.Random, scratch: Path) -> None:
     """Send signals to a run: it saves, says so, and continues; a second one ends it at once."""
     out, nproc = scratch / "run", rng.choice([1, 2])
     number = rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-    with _started(world, out, *LONG, nproc=nproc) as process:
+    with _started(world, out, *LONG, nproc=nproc, python=world.python) as process:
         _wait_for(lambda: (out / "metrics.jsonl").exists() and losses(out), process)
         time.sleep(rng.uniform(0, 1))
         process.send_signal(number)
@@ -199,9 +199,11 @@ def dead_rank(world: World, rng: random.Random, scratch: Path) -> None:
 class _started:
     """Start training; whatever is left of it is killed at the end."""
 
-    def __init__(self, world: World, out: Path, *more: str, nproc: int = 1) -> None:
+    def __init__(
+        self, world: World, out: Path, *more: str, nproc: int = 1, python: str = sys.executable
+    ) -> None:
         arguments = world.train(out, *more, "--nproc", str(nproc))
-        command = [sys.executable, "-m", "mt_train", *arguments]
+        command = [python, "-m", "mt_train", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def __enter__(self) -> subprocess.Popen[bytes]:
@@ -238,8 +240,8 @@ def console_encodings(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 ROWS = [
-    Row(name="mt-infer with hostile arguments", attack=hostile_arguments, cases=80, sample=2),
-    Row(name="mt-infer quantize, hostile", attack=hostile_rounding, cases=80, sample=2),
+    Row(name="mt-infer with hostile arguments", attack=hostile_arguments, cases=80, sample=1),
+    Row(name="mt-infer quantize, hostile", attack=hostile_rounding, cases=80, sample=1),
     Row(name="mt-infer beside training", attack=beside_training, cases=10, sample=1, seconds=150),
     Row(name="signals", attack=signals, cases=24, sample=1, seconds=150),
     Row(name="signals before the first step", attack=early_signal, cases=16, sample=1, seconds=120),

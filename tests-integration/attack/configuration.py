@@ -117,17 +117,17 @@ def odd_path(world: World, rng: random.Random, scratch: Path) -> None:
 
 ROWS = [
     Row(
-        name="configuration values huge or odd", attack=huge_value, cases=200, sample=5, seconds=120
+        name="configuration values huge or odd", attack=huge_value, cases=200, sample=3, seconds=120
     ),
     Row(
         name="configuration files changed at random",
         attack=random_yaml,
         cases=250,
-        sample=5,
+        sample=3,
         seconds=20,
     ),
     Row(
-        name="configuration files made to hurt", attack=hostile_yaml, cases=40, sample=3, seconds=40
+        name="configuration files made to hurt", attack=hostile_yaml, cases=40, sample=2, seconds=40
     ),
-    Row(name="paths that are no files", attack=odd_path, cases=20, sample=2, seconds=20),
+    Row(name="paths that are no files", attack=odd_path, cases=20, sample=1, seconds=20),
 ]

@@ -277,7 +277,7 @@ ROWS = [
         name="public functions with an odd argument",
         attack=odd_argument,
         cases=600,
-        sample=20,
+        sample=12,
         seconds=15,
     ),
 ]

@@ -32,9 +32,11 @@ def _victims(kind: str, process: subprocess.Popen[bytes], rng: random.Random) ->
     return ranks if kind == "all ranks" else [process.pid]
 
 
-def _start(world: World, out: Path, nproc: int) -> subprocess.Popen[bytes]:
+def _start(
+    world: World, out: Path, nproc: int, python: str = sys.executable
+) -> subprocess.Popen[bytes]:
     arguments = world.train(out, "--nproc", str(nproc))
-    command = [sys.executable, "-m", "mt_train", *arguments]
+    command = [python, "-m", "mt_train", *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
@@ -47,15 +49,15 @@ def _kill_once(world: World, out: Path, kind: str, wait: float, rng: random.Rand
     process.wait(timeout=60)
 
 
-def _train(arguments: list[str], nproc: int) -> Result:
-    """Run `mt-train`, and one rank in this process: a new one takes seconds to import torch."""
-    return train(arguments) if nproc == 1 else spawn("mt_train", arguments)
+def _train(world: World, arguments: list[str], nproc: int) -> Result:
+    """Run `mt-train`, and one rank in this process."""
+    return train(arguments) if nproc == 1 else spawn([world.python, "-m", "mt_train", *arguments])
 
 
 def _finish(world: World, out: Path, nproc: int) -> Result:
     arguments = world.train(out, "--nproc", str(nproc))
     deadline = time.monotonic() + 20  # ranks of a killed launcher end by themselves
-    while (result := _train(arguments, nproc)).code and time.monotonic() < deadline:
+    while (result := _train(world, arguments, nproc)).code and time.monotonic() < deadline:
         demand("in use by" in result.errors, f"did not continue: {result.errors[-1500:]}")
         time.sleep(0.2)
     return result
@@ -91,8 +93,8 @@ def kill_at_start(world: World, rng: random.Random, scratch: Path) -> None:
 def two_runs(world: World, rng: random.Random, scratch: Path) -> None:
     """Start a second run in the folder of one that is at work."""
     out, nproc = scratch / "run", rng.choice([1, 2])
-    first = _start(world, out, nproc)
-    time.sleep(rng.uniform(2.5, 5))
+    first = _start(world, out, nproc, world.python)
+    time.sleep(rng.uniform(0.5, 3))
     working = (out / ".lock").exists() and first.poll() is None
     second = train(world.train(out, *rng.choice([(), ("optimizer.lr=1e-4",)])))
     code = first.wait(timeout=60)
@@ -114,14 +116,7 @@ def fill_the_disk(world: World, rng: random.Random, scratch: Path) -> None:
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
         "from mt_train.cli import main; main(sys.argv[1:])"
     )
-    command = [sys.executable, "-c", script, *world.train(out)]
-    done = subprocess.run(command, capture_output=True, check=False)
-    result = Result(
-        code=done.returncode,
-        output=done.stdout.decode(errors="replace"),
-        errors=done.stderr.decode(errors="replace"),
-    )
-    expect(result, [0, 1])
+    expect(spawn([world.python, "-c", script, *world.train(out)]), [0, 1])
     _expect_undisturbed(world, out, 1)
 
 

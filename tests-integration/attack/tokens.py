@@ -215,11 +215,11 @@ def planted_links(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 ROWS = [
-    Row(name="token index damaged", attack=damaged_index, cases=200, sample=4),
-    Row(name="bit flips of tokens", attack=flipped_tokens, cases=30, sample=2),
-    Row(name="tokenizer of a run changed", attack=other_tokenizer, cases=40, sample=2),
-    Row(name="tokenizer file edited", attack=edited_tokenizer, cases=200, sample=4),
-    Row(name="texts that are no documents", attack=hostile_texts, cases=60, sample=3),
+    Row(name="token index damaged", attack=damaged_index, cases=200, sample=2),
+    Row(name="bit flips of tokens", attack=flipped_tokens, cases=30, sample=1),
+    Row(name="tokenizer of a run changed", attack=other_tokenizer, cases=40, sample=1),
+    Row(name="tokenizer file edited", attack=edited_tokenizer, cases=200, sample=2),
+    Row(name="texts that are no documents", attack=hostile_texts, cases=60, sample=2),
     Row(name="links out of a corpus", attack=links_out, cases=6, sample=1),
     Row(name="metrics and corpus records damaged", attack=damaged_record, cases=40, sample=1),
     Row(name="links where files are written", attack=planted_links, cases=4, sample=1),

@@ -41,12 +41,15 @@ class World:
         config: The run's YAML file.
         run: The run folder, of one process.
         run_of_two: The same run on two processes, whose sums round otherwise.
+        python: The interpreter of commands that start a process of their own: one that has imported
+            torch, where the start itself is not what is attacked.
     """
 
     folder: Path
     config: Path
     run: Path
     run_of_two: Path
+    python: str = sys.executable
 
     def copy(self, scratch: Path) -> Path:
         """Copy the run folder, to be damaged."""
@@ -72,7 +75,7 @@ class Row:
     name: str
     attack: Callable[[World, random.Random, Path], None]
     cases: int
-    sample: int = 2
+    sample: int = 1
     seconds: float = 60
 
 
@@ -85,8 +88,8 @@ class Result:
     errors: str
 
 
-def make_world(folder: Path) -> World:
-    """Train the run that the cases copy."""
+def make_world(folder: Path, python: str) -> World:
+    """Train the run that the cases copy; `python` is the interpreter of commands."""
     texts = folder / "texts"
     texts.mkdir()
     rng = random.Random(0)
@@ -97,13 +100,17 @@ def make_world(folder: Path) -> World:
     config = folder / "run.yaml"
     config.write_text(YAML.replace("TEXTS", str(texts)))
     runs = {"run": folder / "run", "run_of_two": folder / "run-of-two"}
-    world = World(folder=folder, config=config, **runs)
+    world = World(folder=folder, config=config, **runs, python=python)
     for out, nproc in ((world.run, "1"), (world.run_of_two, "2")):
-        result = spawn("mt_train", world.train(out, "--nproc", nproc))
+        result = spawn([world.python, "-m", "mt_train", *world.train(out, "--nproc", nproc)])
         if result.code:
             raise SystemExit(f"the run to attack could not be made:\n{result.errors}")
     preload()
     return world
+
+
+# What commands import when a run begins.
+IMPORTED = ("mt_train.cli", "mt_train.session.run", "mt_infer.cli", "zarr", "tokenizers", "tyro")
 
 
 def preload() -> None:
@@ -121,9 +128,8 @@ def preload() -> None:
     del mt_ckpt, mt_data, mt_infer, mt_train, tokenizers, zarr
 
 
-def spawn(module: str, arguments: Sequence[str], **options: object) -> Result:
-    """Run `python -m module` as a process."""
-    command = [sys.executable, "-m", module, *arguments]
+def spawn(command: Sequence[str], **options: object) -> Result:
+    """Run a command as a process."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
     done = subprocess.run(command, **{**pipes, **options}, check=False)
     return Result(

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mt_testing import Programs, RankPool
+
+# What our programs import when a run begins.
+IMPORTED = ("mt_train.cli", "mt_train.session.run", "mt_infer.cli", "mt_hf.commands.cli")
+IMPORTED += ("mt_data.cli", "mt_infer.generation", "mt_model.attention.attention")
+IMPORTED += ("zarr", "tokenizers", "yaml", "tyro", "typeguard", "matplotlib.figure")
 
 TINY = """\
 model:
@@ -26,14 +32,14 @@ data:
   validation: {data}/validation
   tokenizer: {data}/tokenizer.json
 training:
-  steps: 20
+  steps: 8
   global_batch_size: 8
   micro_batch_size: 8
   sequence_length: 32
   dtype: fp32
 optimizer:
   lr: 3e-3
-  warmup: 5
+  warmup: 3
 evaluation:
   max_windows: 16
 """
@@ -54,6 +60,7 @@ class Runner:
 
     config: Path
     ranks: Callable[..., list[object]]
+    programs: Programs
     kernels: str | None
 
     def overrides(self, given: tuple[str, ...]) -> list[str]:
@@ -97,15 +104,21 @@ class Runner:
         self.ranks(nproc, body, timeout=120 if backend == "inductor" else 300)
         return out
 
-    def command(self, out: Path, *overrides: str, nproc: int = 1) -> list[str]:
-        """The command line of the same run."""
-        run = [sys.executable, "-m", "mt_train", "run", str(self.config)]
+    def command(self, out: Path, *overrides: str, nproc: int = 1, real: bool = False) -> list[str]:
+        """Return the command line of the same run, whose processes have imported torch already.
+
+        With `real` they are those that a user has, which a test of a process's end needs.
+        """
+        python = sys.executable if real else str(self.programs.python)
+        run = [python, "-m", "mt_train", "run", str(self.config)]
         run += self.overrides(overrides)
         return [*run, "--out", str(out), "--nproc", str(nproc)]
 
 
 @pytest.fixture(scope="session")
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks) -> Runner:
+def tiny(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks, programs
+) -> Runner:
     from mt_data import build_corpus, read_documents, standard_library_sources, train_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -118,7 +131,8 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     build_corpus(documents[20:], data / "validation", tokenizer)
     config = folder / "tiny.yaml"
     config.write_text(TINY.format(data=data))
-    return Runner(config=config, ranks=ranks, kernels=request.config.getoption("--kernels"))
+    kernels = request.config.getoption("--kernels")
+    return Runner(config=config, ranks=ranks, programs=programs, kernels=kernels)
 
 
 @pytest.fixture(scope="session")
@@ -162,7 +176,7 @@ def held_out() -> Callable[[Path], float]:
 def arrays() -> Callable[..., dict[str, np.ndarray]]:
     """Read a step's arrays with stock zarr-python, by their global names."""
 
-    def read(run: Path, step: int = 20, prefix: str = "model/") -> dict[str, np.ndarray]:
+    def read(run: Path, step: int = 8, prefix: str = "model/") -> dict[str, np.ndarray]:
         import zarr
 
         group = zarr.open_group(run / "checkpoints" / f"step_{step:08d}", mode="r")
@@ -177,9 +191,20 @@ def arrays() -> Callable[..., dict[str, np.ndarray]]:
 
 
 @pytest.fixture(scope="session")
-def cli() -> Callable[..., subprocess.CompletedProcess[str]]:
+def programs(ranks: RankPool) -> Iterator[Programs]:
+    """Stand-ins for `python` and our programs, which need not import torch."""
+    with ranks.programs(*IMPORTED) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def cli(programs: Programs) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run a command to its end; an interpreter of it is one that has imported torch."""
+
     def call(*arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         command = [str(argument) for argument in arguments]
+        if command[0] == sys.executable:
+            command[0] = str(programs.python)
         return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
     return call

@@ -31,7 +31,9 @@ def test_a_truncated_token_file_is_named(ending, tiny, tmp_path, cli) -> None:
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in (1, 2))]
+)
 def test_one_flipped_byte_in_a_checkpoint_is_named_on_resume(
     seed, run, tiny, tmp_path, cli
 ) -> None:

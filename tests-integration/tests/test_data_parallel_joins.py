@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from mt_testing import pairwise
@@ -36,14 +38,14 @@ def assert_same_arrays(found, expected, **bounds):
 
 # One micro-batch for each of two replicas: sums of two, which have one order. No clipping, as the
 # last bit of a norm depends on how its rows are cut.
-BITS = [f"training.{setting}" for setting in ("micro_batch_size=4", "grad_clip=1e6", "steps=10")]
+BITS = [f"training.{setting}" for setting in ("micro_batch_size=4", "grad_clip=1e6", "steps=4")]
 BIT_ROWS = [
     pytest.param(*row, marks=() if quick else pytest.mark.campaign)
     for quick, *row in [
-        (True, "fp32", "adamw", "dp2"),
+        (False, "fp32", "adamw", "dp2"),
         (True, "bf16", "muon", "dp2"),
         (True, "bf16", "adamw", "pp2-dp2"),
-        (True, "fp32", "muon", "tp2-dp2"),
+        (False, "fp32", "muon", "tp2-dp2"),
         (False, "fp32", "lion", "pp2-dp2"),
         (False, "bf16", "sgd", "tp2-dp2"),
         (False, "bf16", "adaptive_muon", "tp2-dp2"),
@@ -67,9 +69,9 @@ def test_sharded_runs_end_with_the_bits_of_ddp(
     for strategy in STRATEGIES[1:]:
         assert losses(runs[strategy]) == losses(runs["none"]), strategy
         for prefix in ("model/", "optimizer/"):
-            wanted = arrays(runs["none"], step=10, prefix=prefix)
+            wanted = arrays(runs["none"], step=4, prefix=prefix)
             assert wanted
-            assert_same_arrays(arrays(runs[strategy], step=10, prefix=prefix), wanted)
+            assert_same_arrays(arrays(runs[strategy], step=4, prefix=prefix), wanted)
 
 
 def test_the_command_trains_the_strategies_of_its_yaml_alike(tiny, tmp_path, cli, arrays) -> None:
@@ -79,10 +81,10 @@ def test_the_command_trains_the_strategies_of_its_yaml_alike(tiny, tmp_path, cli
         section = f"data_parallel: {{strategy: {strategy}}}\n"
         config.write_text(tiny.config.read_text() + section)
         out = tmp_path / strategy
-        command = [tiny.command(out)[0], "-m", "mt_train", "run", config, "--out", out]
+        command = [sys.executable, "-m", "mt_train", "run", config, "--out", out]
         result = cli(*command, "--nproc", 2, *BITS)
         assert result.returncode == 0, result.stderr
-        found[strategy] = arrays(out, step=10)
+        found[strategy] = arrays(out, step=4)
     assert_same_arrays(found["full"], found["none"])
 
 
@@ -124,7 +126,7 @@ def references(tiny, tmp_path_factory):
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=() if number % 8 == 0 else pytest.mark.campaign)
+        pytest.param(row, marks=() if number % 16 == 0 else pytest.mark.campaign)
         for number, row in enumerate(WANDERING)
     ],
     ids=lambda row: "-".join(row.values()),
@@ -137,10 +139,10 @@ def test_a_run_wanders_between_strategies_and_layouts_and_ends_like_one_process(
         tmp_path / "saved",
         *common,
         *strategy_options(row["first"], row["before"]),
-        "checkpoint.every=10",
+        "checkpoint.every=4",
         nproc=LAYOUTS[row["before"]][0],
     )
-    step = saved / "checkpoints" / "step_00000010"
+    step = saved / "checkpoints" / "step_00000004"
     resumed = tiny.train(
         tmp_path / "resumed",
         *common,
@@ -150,7 +152,7 @@ def test_a_run_wanders_between_strategies_and_layouts_and_ends_like_one_process(
     )
     whole = references(row["optimizer"])
     rest, expected = losses(resumed), losses(whole)
-    assert list(rest) == list(range(11, 21))
+    assert list(rest) == list(range(5, 9))
     np.testing.assert_allclose(list(rest.values()), [expected[s] for s in rest], rtol=1e-10)
     assert_same_arrays(arrays(resumed), arrays(whole), rtol=0, atol=1e-9)
     moments = arrays(whole, prefix="optimizer/")

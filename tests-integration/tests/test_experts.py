@@ -26,7 +26,7 @@ LAYOUTS = {
     "ep2-cp2": (2, 1, ["parallel.cp=2", "parallel.ep=2"]),
     "ep2-edp2": (4, 4, ["parallel.ep=2"]),
 }
-IN_CI = {("ep2", "fp64"), ("ep2-tp2-etp2", "fp64"), ("ep2-pp2", "fp32"), ("ep2-cp2", "fp64")}
+IN_CI = {("ep2-tp2-etp2", "fp64"), ("ep2-pp2", "fp64"), ("ep2-cp2", "fp64")}
 # What keeps the load even, and what hangs on which token is meant, is of no layout either.
 DEEPSEEK = """{num_experts: 8, top_k: 2, ffn_size: 16, score: sigmoid, scale: 2.5, num_groups: 4,
     top_groups: 2, group_top: 1, bias_rate: 0.01, sequence_aux_loss: 0.01, shared_size: 16}"""
@@ -98,7 +98,7 @@ def test_every_layout_trains_experts_like_one_process(
     expected, (rtol, atol) = reference(dtype, dp), TOLERANCE[dtype]
     for name in LOSSES:
         values = [[row[name] for row in metrics_of(r) if name in row] for r in (run, expected)]
-        assert len(values[0]) == 20
+        assert len(values[0]) == 8
         np.testing.assert_allclose(*values, rtol=rtol, err_msg=name)
     assert_same_run(run, expected, metrics_of, held_out, arrays, rtol, atol)
 
@@ -116,7 +116,9 @@ def test_every_way_to_route_is_the_same_on_every_layout(
 ) -> None:
     nproc, dp, overrides = FURTHER[layout]
     options = [f"model.moe={KINDS[kind]}", "model.qk_norm=none", "training.dtype=fp64"]
-    options += ["training.steps=8", f"training.micro_batch_size={2 // dp}"]
+    # A bias goes up and down by the same amount, and none is back at zero after these steps.
+    options += ["training.steps=8", "optimizer.warmup=5"]
+    options.append(f"training.micro_batch_size={2 // dp}")
     expected = tiny.train(tmp_path / "one", *options)
     run = tiny.train(tmp_path / "many", *options, *overrides, nproc=nproc)
 
@@ -169,11 +171,11 @@ RESUMED = {
 def at_ep4(tiny, tmp_path_factory):
     """Twenty steps on four ranks with two of eight experts each, and a kill on the way."""
     options = [f"model.moe={DEEPSEEK}", "model.qk_norm=none", "training.dtype=fp64"]
-    options += ["training.micro_batch_size=2", "parallel.ep=4", "checkpoint.every=10"]
+    options += ["training.micro_batch_size=2", "parallel.ep=4", "checkpoint.every=4"]
     whole = tiny.train(tmp_path_factory.mktemp("whole"), *options, nproc=4)
     killed = tmp_path_factory.mktemp("killed")
     with pytest.raises(RankDied):
-        tiny.train(killed, *options, nproc=4, on_event=KillAt("train.update", rank=2, nth=14))
+        tiny.train(killed, *options, nproc=4, on_event=KillAt("train.update", rank=2, nth=6))
     return options, whole, killed
 
 
@@ -189,19 +191,19 @@ def test_a_kill_loses_nothing(at_ep4, tiny, arrays, losses) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(n, marks=pytest.mark.campaign if n == "tp2" else ()) for n in RESUMED],
+    [pytest.param(n, marks=pytest.mark.campaign if n in ("tp2", "pp2") else ()) for n in RESUMED],
 )
 def test_a_checkpoint_of_ep4_goes_on_at_any_layout(
     layout, at_ep4, tiny, tmp_path, losses, arrays
 ) -> None:
     options, whole, _ = at_ep4
     nproc, micro, overrides = RESUMED[layout]
-    step = whole / "checkpoints" / "step_00000010"
+    step = whole / "checkpoints" / "step_00000004"
     changed = [f"training.micro_batch_size={2 * micro // 4}", f"checkpoint.load={step}"]
     options = [each for each in options if each != "parallel.ep=4"]
     run = tiny.train(tmp_path, *options, *overrides, *changed, nproc=nproc)
     found, wanted = losses(run), losses(whole)
-    assert min(found) == 11
+    assert min(found) == 5
     for at, loss in found.items():
         np.testing.assert_allclose(loss, wanted[at], rtol=1e-9)
     for name, value in arrays(run).items():

@@ -64,7 +64,7 @@ def half(tiny, tmp_path_factory):
     return tiny.train(out, "training.dtype=fp16", "optimizer.loss_scale=1024", *SHORT)
 
 
-@pytest.mark.parametrize("layout", sampled("dp2", "tp2-sp", "pp2", "cp2", "dp2-full"))
+@pytest.mark.parametrize("layout", sampled("tp2-sp", "cp2", "dp2-full"))
 def test_a_scaled_loss_gives_the_numbers_of_one_process_without(
     layout, tiny, plain, tmp_path, losses, arrays
 ) -> None:
@@ -88,7 +88,7 @@ def test_a_scaled_loss_gives_the_numbers_of_one_process_without(
 
 
 # What rounding to 11 bits moves in eight steps.
-@pytest.mark.parametrize("layout", sampled("tp2-sp", "pp2", "dp2-optimizer"))
+@pytest.mark.parametrize("layout", sampled("pp2", "dp2-optimizer"))
 def test_fp16_trains_on_every_layout_like_on_one_process(
     layout, tiny, half, tmp_path, losses, arrays
 ) -> None:
@@ -125,7 +125,13 @@ def test_a_run_in_fp16_generates_with_the_weights_that_it_trained(half, arrays) 
     assert texts[0] != texts[1]
 
 
-@pytest.mark.parametrize(("first", "second"), [("tp2-sp", "dp2-optimizer"), ("dp2-full", "pp2")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("dp2-full", "pp2"),
+        pytest.param("tp2-sp", "dp2-optimizer", marks=pytest.mark.campaign),
+    ],
+)
 def test_the_scale_goes_on_where_it_was_on_another_layout(
     first, second, tiny, plain, tmp_path, losses
 ) -> None:
@@ -199,7 +205,7 @@ def drawn(number):
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=() if n < 4 else pytest.mark.campaign) for n in range(40)],
+    [pytest.param(n, marks=() if n < 3 else pytest.mark.campaign) for n in range(40)],
 )
 def test_a_spoilt_gradient_is_skipped_everywhere_and_named(number, tiny, tmp_path) -> None:
     layout, place = drawn(number)

@@ -28,9 +28,9 @@ ROWS = {
     "pp2": (2, 2, [PP, "pipeline.layout=Ett|ttmmL"]),
     "full-dp2": (2, 2, ["data_parallel.strategy=full", "training.recompute=full"]),
     "dualpipe-v": (2, 2, [PP, "pipeline.schedule=dualpipe-v"]),
-    "tp2-pp2-sp-cp2": (8, 2, ["parallel.tp=2", PP, "parallel.cp=2", SP]),
 }
 CAMPAIGN = {
+    "tp2-pp2-sp-cp2": (8, 2, ["parallel.tp=2", PP, "parallel.cp=2", SP]),
     "tp2": (2, 8, ["parallel.tp=2", "training.recompute=selective"]),
     "tp2-cp2": (4, 4, ["parallel.tp=2", "parallel.cp=2", SP]),
     "pp4": (4, 1, ["parallel.pp=4"]),

@@ -40,7 +40,8 @@ def train(tiny, losses):
     """Train the tiny model on one device; gives the losses by step."""
 
     def call(out: Path, *overrides: str, gpu: bool, nproc: int = 1) -> dict[int, float]:
-        printed = run(*tiny.command(out, *overrides, nproc=nproc), gpu=gpu)
+        command = tiny.command(out, "training.steps=20", *overrides, nproc=nproc, real=True)
+        printed = run(*command, gpu=gpu)
         assert f" on {'cuda' if gpu else 'cpu'};" in printed
         return losses(out)
 

@@ -55,7 +55,7 @@ def in_stages(name):
     return [(out["classes"].item(), out["tokens"].item()) for out in outputs], grads
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.campaign), "zb-h1"])
 def test_a_pipeline_trains_the_whole_encoder(ranks, name):
     model, expected = VisionEncoder(CONFIG, seed=3, dtype=F64), []
     for batch in batches(4):

@@ -51,7 +51,7 @@ def in_stages(name):
     return [(out["lm"].item(), out["tokens"].item()) for out in outputs], grads
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("name", [pytest.param("1f1b", marks=pytest.mark.campaign), "zb-h1"])
 def test_a_pipeline_trains_encoder_and_language_model(ranks, name):
     model, expected = GPT(CONFIG, seed=3, dtype=F64), []
     for batch in batches(4):

@@ -131,7 +131,14 @@ def test_the_losses_of_one_process_are_weighed_and_all_reported(one_process):
     assert last["val_aux_loss"] == pytest.approx(0.5, rel=0.02)
 
 
-@pytest.mark.parametrize("row", ROWS)
+IN_CI = ("micro", "dp2", "pp4", "interleaved", "zb-v", "dualpipe-v", "selective-tp2")
+IN_CI += ("full-tp2-sp", "tp2-cp2", "pp2-dp2-dualpipe")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if row in IN_CI else pytest.mark.campaign) for row in ROWS],
+)
 def test_losses_of_inner_layers_train_like_one_process(row, tiny, one_process, tmp_path, arrays):
     nproc, options = ROWS[row]
     if row in MICRO_BATCH:

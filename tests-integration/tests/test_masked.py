@@ -18,7 +18,7 @@ ROWS = {
     "tp2-pp2": (4, ["parallel.tp=2", "parallel.pp=2", "training.micro_batch_size=1"]),
     "tp2-cp2": (4, ["parallel.tp=2", "parallel.cp=2", SP]),
 }
-IN_CI = ("tp2-sp", "cp2", "pp2-dp2")
+IN_CI = ("tp2-cp2", "pp2-dp2")
 NAMES = ("loss", "nsp_loss", "total_loss")
 
 

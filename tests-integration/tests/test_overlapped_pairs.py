@@ -107,8 +107,14 @@ def trained(schedule, state, *, in_parts, recompute, log, blocks):
     return [*(out["lm"] for out in outputs), *grads]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v", "dualpipe without pairs"])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [
+        pytest.param(name, recompute, marks=() if i == j else pytest.mark.campaign)
+        for i, name in enumerate(["dualpipe", "dualpipe-v", "dualpipe without pairs"])
+        for j, recompute in enumerate(["none", "full", "selective"])
+    ],
+)
 def test_stages_of_a_model_take_turns_in_the_pairs_of_a_schedule_that_has_some(
     ranks, name, recompute
 ):
@@ -140,9 +146,9 @@ def test_stages_of_a_model_take_turns_in_the_pairs_of_a_schedule_that_has_some(
     "blocks",
     [
         {"norms": "sandwich", "residual_scale": 0.5, "z_loss": 0.1},
-        {"norms": "post"},
         {"parallel": True, "shared_norm": True},
-        {"parallel": True},
+        pytest.param({"norms": "post"}, marks=pytest.mark.campaign),
+        pytest.param({"parallel": True}, marks=pytest.mark.campaign),
     ],
     ids=str,
 )
@@ -161,7 +167,9 @@ def test_layers_of_every_structure_are_the_same_in_parts(ranks, blocks):
 MIXTURE = {"num_experts": 4, "top_k": 2, "shared_size": 8, "aux_loss": 0.01, "router_z_loss": 0.01}
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "recompute", [pytest.param("none", marks=pytest.mark.campaign), "selective", "full"]
+)
 def test_tokens_of_a_mixture_travel_while_another_micro_batch_computes(ranks, recompute):
     def body():
         schedule = make_schedule("dualpipe-v", stages=2, microbatches=6)

@@ -24,10 +24,19 @@ ROWS = [(name, sequence_parallel) for name in LAYOUTS for sequence_parallel in (
 ROWS = [(name, sp) for name, sp in ROWS if not sp or "tp2" in name]
 
 
-def in_ci(sequence_parallel: bool, dtype: str, tied: bool, accumulation: int) -> bool:
-    """Both values of each setting with every layout; the rest of the cross is a campaign."""
-    return (tied == (accumulation == 1)) and (dtype == "fp32") == (tied ^ sequence_parallel)
-
+# One row for each layout, with both values of each setting among them: mt-train's combinations have
+# the pairs of settings, and the campaign the whole cross.
+IN_CI = {
+    ("tp2", True, "fp64", False, 4),
+    ("pp2", False, "fp64", True, 4),
+    ("dp2", False, "fp32", True, 1),
+    ("tp2-pp2", False, "fp64", False, 4),
+    ("tp2-dp2", True, "fp64", True, 1),
+    ("tp2-cp2", True, "fp64", False, 1),
+    ("cp4", False, "fp32", True, 4),
+    ("cp2-pp2", False, "fp64", True, 4),
+    ("tp2-pp2-dp2", True, "fp64", False, 4),
+}
 
 CASES = [
     pytest.param(
@@ -38,7 +47,9 @@ CASES = [
         accumulation,
         id=f"{layout}-{'sp-' if sequence_parallel else ''}{dtype}-"
         f"{'tied' if tied else 'untied'}-{accumulation}",
-        marks=() if in_ci(sequence_parallel, dtype, tied, accumulation) else pytest.mark.campaign,
+        marks=()
+        if (layout, sequence_parallel, dtype, tied, accumulation) in IN_CI
+        else pytest.mark.campaign,
     )
     for layout, sequence_parallel in ROWS
     for dtype in ("fp32", "fp64")
@@ -50,18 +61,24 @@ TOLERANCE = {"fp32": (1e-5, 1e-4), "fp64": (1e-10, 1e-9)}
 
 
 @pytest.fixture(scope="module")
-def reference(tiny, tmp_path_factory):
-    """One process, the whole batch in one micro-batch."""
-    made: dict[tuple[str, bool], Path] = {}
+def one_process(tiny, tmp_path_factory):
+    """One process, the whole batch in one micro-batch, by what else is given."""
+    made: dict[tuple[str, ...], Path] = {}
 
-    def get(dtype: str, tied: bool) -> Path:
-        if (dtype, tied) not in made:
-            out = tmp_path_factory.mktemp("reference")
-            options = [f"training.dtype={dtype}", f"model.tied={str(tied).lower()}"]
-            made[dtype, tied] = tiny.train(out, *options)
-        return made[dtype, tied]
+    def get(*options: str) -> Path:
+        if options not in made:
+            made[options] = tiny.train(tmp_path_factory.mktemp("one"), *options)
+        return made[options]
 
     return get
+
+
+@pytest.fixture(scope="module")
+def reference(one_process):
+    """One process by dtype and by whether the head is tied."""
+    return lambda dtype, tied: one_process(
+        f"training.dtype={dtype}", f"model.tied={str(tied).lower()}"
+    )
 
 
 def assert_same_run(run, expected, dtype, losses, held_out, arrays) -> None:
@@ -106,8 +123,8 @@ def test_every_layout_trains_like_one_process(
 @pytest.mark.parametrize(
     ("dtype", "tied"),
     [
-        ("fp32", True),
         ("fp64", False),
+        pytest.param("fp32", True, marks=pytest.mark.campaign),
         pytest.param("fp32", False, marks=pytest.mark.campaign),
         pytest.param("fp64", True, marks=pytest.mark.campaign),
     ],
@@ -173,9 +190,15 @@ def test_compiled_layers_train_like_one_process(
 @pytest.mark.parametrize(
     "options",
     [
-        ["layer", "parallel.tp=2", "parallel.pp=2", SEQUENCE_PARALLEL],
         ["step", "parallel.pp=2", "pipeline.schedule=interleaved", "pipeline.chunks=2"],
-        ["step", "data_parallel.strategy=optimizer", "dp=2"],
+        ["layer", "data_parallel.strategy=optimizer", "dp=2"],
+        pytest.param(
+            ["layer", "parallel.tp=2", "parallel.pp=2", SEQUENCE_PARALLEL],
+            marks=pytest.mark.campaign,
+        ),
+        pytest.param(
+            ["step", "data_parallel.strategy=optimizer", "dp=2"], marks=pytest.mark.campaign
+        ),
         pytest.param(["layer", "parallel.pp=2", "dp=2"], marks=pytest.mark.campaign),
         pytest.param(["step", "parallel.tp=2", "parallel.pp=2"], marks=pytest.mark.campaign),
         pytest.param(["layer", "parallel.tp=2", "dp=2"], marks=pytest.mark.campaign),
@@ -199,7 +222,9 @@ def test_graphs_have_the_bits_of_the_same_layout_without(
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "sequence_parallel", [pytest.param(False, marks=pytest.mark.campaign), True]
+)
 def test_more_ranks_than_key_value_heads_train_like_one_process(
     sequence_parallel, tiny, reference, tmp_path, losses, held_out, arrays
 ) -> None:
@@ -213,8 +238,10 @@ def test_more_ranks_than_key_value_heads_train_like_one_process(
     ("recompute", "options"),
     [
         ("selective", ["parallel.pp=2", "pipeline.schedule=zb-h1", SEQUENCE_PARALLEL]),
-        ("full", ["parallel.pp=2", "pipeline.schedule=zb-v"]),
         ("full", ["parallel.cp=2"]),
+        pytest.param(
+            "full", ["parallel.pp=2", "pipeline.schedule=zb-v"], marks=pytest.mark.campaign
+        ),
     ],
 )
 def test_recomputation_trains_like_one_process(
@@ -226,22 +253,26 @@ def test_recomputation_trains_like_one_process(
     assert_same_run(run, reference("fp64", True), "fp64", losses, held_out, arrays)
 
 
+OPTIONS = ["model.dropout=0.1", "model.positions=learned", "model.gated=false"]
+AXES = ("parallel.cp=2", "parallel.pp=2")
+
+
 @pytest.mark.parametrize(
-    ("option", "other"),
+    ("options", "other"),
     [
-        ("model.dropout=0.1", "parallel.cp=2"),
-        ("model.positions=learned", "parallel.pp=2"),
-        ("model.gated=false", "parallel.pp=2"),
-        pytest.param("model.dropout=0.1", "parallel.pp=2", marks=pytest.mark.campaign),
-        pytest.param("model.positions=learned", "parallel.cp=2", marks=pytest.mark.campaign),
-        pytest.param("model.gated=false", "parallel.cp=2", marks=pytest.mark.campaign),
+        (OPTIONS, "parallel.cp=2"),
+        *(pytest.param(OPTIONS[:1], axis, marks=pytest.mark.campaign) for axis in AXES),
+        *(pytest.param(OPTIONS[1:2], axis, marks=pytest.mark.campaign) for axis in AXES),
+        *(pytest.param(OPTIONS[2:], axis, marks=pytest.mark.campaign) for axis in AXES),
     ],
 )
-def test_model_options_keep_parity(option, other, tiny, tmp_path, losses, held_out, arrays) -> None:
-    expected = tiny.train(tmp_path / "one", option, "training.dtype=fp64")
+def test_model_options_keep_parity(
+    options, other, tiny, tmp_path, losses, held_out, arrays
+) -> None:
+    expected = tiny.train(tmp_path / "one", *options, "training.dtype=fp64")
     run = tiny.train(
         tmp_path / "four",
-        option,
+        *options,
         "training.dtype=fp64",
         "training.micro_batch_size=2",
         "parallel.tp=2",
@@ -256,21 +287,25 @@ def test_model_options_keep_parity(option, other, tiny, tmp_path, losses, held_o
     ("nproc", "options"),
     [
         (4, ["parallel.tp=2", "parallel.pp=2", "pipeline.schedule=zb-v", SEQUENCE_PARALLEL]),
-        (4, ["parallel.pp=2", "data_parallel.strategy=optimizer"]),
-        (4, ["parallel.pp=2", "parallel.cp=2"]),
-        (2, ["parallel.pp=2", "pipeline.schedule=dualpipe"]),
-        (2, ["data_parallel.strategy=full"]),
+        pytest.param(
+            4, ["parallel.pp=2", "data_parallel.strategy=optimizer"], marks=pytest.mark.campaign
+        ),
+        pytest.param(4, ["parallel.pp=2", "parallel.cp=2"], marks=pytest.mark.campaign),
+        pytest.param(
+            2, ["parallel.pp=2", "pipeline.schedule=dualpipe"], marks=pytest.mark.campaign
+        ),
+        pytest.param(2, ["data_parallel.strategy=full"], marks=pytest.mark.campaign),
         (2, ["parallel.pp=2", "pipeline.schedule=dualpipe", "training.recompute=full"]),
     ],
     ids=["tp2-zb-v", "pp2-dp2", "cp2-pp2", "dualpipe", "full", "dualpipe-recompute"],
 )
 def test_a_table_that_all_stages_share_trains_like_one_process(
-    nproc, options, tiny, tmp_path, losses, held_out, arrays
+    nproc, options, tiny, one_process, tmp_path, losses, held_out, arrays
 ) -> None:
     bias = "{type: relative, buckets: 8, max_distance: 20}"
     common = ["model.positions=none", f"model.score_bias={bias}"]
     common += ["training.dtype=fp64", "model.tied=true"]
-    expected = tiny.train(tmp_path / "one", *common)
+    expected = one_process(*common)
     run = tiny.train(
         tmp_path / "run", *common, *options, "training.micro_batch_size=2", nproc=nproc
     )
@@ -278,7 +313,9 @@ def test_a_table_that_all_stages_share_trains_like_one_process(
     assert_same_run(run, expected, "fp64", losses, held_out, arrays)
 
 
-@pytest.mark.parametrize("other", ["parallel.cp=2", "parallel.pp=2"])
+@pytest.mark.parametrize(
+    "other", [pytest.param("parallel.cp=2", marks=pytest.mark.campaign), "parallel.pp=2"]
+)
 def test_ropes_of_the_length_keep_parity(other, tiny, tmp_path, losses, held_out, arrays) -> None:
     rope = "{fraction: 0.5, scaling: {type: dynamic, factor: 2.0, original_length: 8}}"
     common = [f"model.rope={rope}", "training.dtype=fp64"]
@@ -288,6 +325,7 @@ def test_ropes_of_the_length_keep_parity(other, tiny, tmp_path, losses, held_out
     assert_same_run(run, expected, "fp64", losses, held_out, arrays)
 
 
+@pytest.mark.campaign  # mt-train's combinations have rows in bf16
 def test_bf16_layouts_agree_to_bf16_accuracy(tiny, tmp_path, losses) -> None:
     one = losses(tiny.train(tmp_path / "one", "training.dtype=bf16"))
     four = losses(
@@ -310,7 +348,7 @@ def test_a_checkpoint_of_tp2_pp2_resumes_on_one_process_and_on_dp2(
         tmp_path / "saved",
         "parallel.tp=2",
         "parallel.pp=2",
-        "training.steps=10",
+        "training.steps=4",
         "optimizer.schedule=constant",
         nproc=4,
     )
@@ -324,7 +362,7 @@ def test_a_checkpoint_of_tp2_pp2_resumes_on_one_process_and_on_dp2(
             nproc=nproc,
         )
         steps = losses(run)
-        assert list(steps) == list(range(11, 21))
+        assert list(steps) == list(range(5, 9))
         expected = losses(whole)
         np.testing.assert_allclose(
             list(steps.values()), [expected[step] for step in steps], rtol=1e-5
@@ -338,9 +376,9 @@ def test_a_checkpoint_of_tp2_pp2_resumes_on_one_process_and_on_dp2(
     ("layout", "algorithm"),
     [
         ("tp2-pp2", "ring"),
-        ("tp2-dp2", "ring"),
-        ("tp2-cp2", "ring"),
         ("cp4", "[ring, ulysses, hierarchical, all_gather]"),
+        pytest.param("tp2-dp2", "ring", marks=pytest.mark.campaign),
+        pytest.param("tp2-cp2", "ring", marks=pytest.mark.campaign),
     ],
 )
 def test_checked_collectives_change_no_bit(layout, algorithm, tiny, tmp_path, losses) -> None:
@@ -355,6 +393,7 @@ def test_checked_collectives_change_no_bit(layout, algorithm, tiny, tmp_path, lo
     assert losses(checked) == losses(plain)
 
 
+CAMPAIGN = pytest.mark.campaign
 # name: (processes, overrides) of layouts on which each optimizer has to be one process's.
 OPTIMIZERS = [
     ("muon", 2, ["parallel.tp=2", SEQUENCE_PARALLEL]),
@@ -376,21 +415,22 @@ OPTIMIZERS = [
         pytest.param(
             *row,
             id=f"{row[0]}-{row[2][0].split('.')[1]}",
-            marks=pytest.mark.campaign if row[0] in [each[0] for each in OPTIMIZERS[:i]] else (),
+            # The others are among mt-train's combinations and the runs that wander.
+            marks=() if row[:2] in (("muon", 4), ("soap", 2)) and "tp" in row[2][0] else CAMPAIGN,
         )
-        for i, row in enumerate(OPTIMIZERS)
+        for row in OPTIMIZERS
     ],
 )
 def test_every_optimizer_trains_like_one_process_and_resumes_elsewhere(
     name, nproc, options, tiny, tmp_path, losses, held_out, arrays
 ) -> None:
     common = ["training.dtype=fp64", f"optimizer.name={name}", "optimizer.schedule=constant"]
-    common += ["model.tied=false", "checkpoint.every=10"]
+    common += ["model.tied=false", "checkpoint.every=4"]
     common += ["optimizer.lr=1e-3"] if name in ("lion", "sgd") else []
     run = tiny.train(tmp_path / "run", *common, *options, nproc=nproc)
     whole = tiny.train(tmp_path / "whole", *common)
     assert_same_run(run, whole, "fp64", losses, held_out, arrays)
-    saved = run / "checkpoints" / "step_00000010"
+    saved = run / "checkpoints" / "step_00000004"
     resumed = tiny.train(tmp_path / "resumed", *common, f"checkpoint.load={saved}")
     rest, expected = losses(resumed), losses(whole)
     np.testing.assert_allclose(list(rest.values()), [expected[s] for s in rest], rtol=1e-9)
@@ -400,11 +440,11 @@ def test_the_average_of_weights_is_the_same_on_every_layout_and_resumes_elsewher
     tiny, tmp_path, arrays
 ) -> None:
     common = ["training.dtype=fp64", "optimizer.ema=0.9", "optimizer.schedule=constant"]
-    common += ["checkpoint.every=10"]
+    common += ["checkpoint.every=4"]
     whole = tiny.train(tmp_path / "whole", *common)
     sharded = ["parallel.tp=2", "data_parallel.strategy=optimizer", "training.micro_batch_size=4"]
     run = tiny.train(tmp_path / "run", *common, *sharded, nproc=4)
-    load = f"checkpoint.load={run / 'checkpoints' / 'step_00000010'}"
+    load = f"checkpoint.load={run / 'checkpoints' / 'step_00000004'}"
     resumed = tiny.train(tmp_path / "resumed", *common, "parallel.pp=2", load, nproc=2)
     expected, weights = arrays(whole, prefix="ema/"), arrays(whole)
     assert {name.replace("ema/", "model/") for name in expected} == set(weights)
@@ -419,24 +459,26 @@ def test_the_average_of_weights_is_the_same_on_every_layout_and_resumes_elsewher
     ("nproc", "options"),
     [
         (2, ["parallel.tp=2", SEQUENCE_PARALLEL]),
-        (4, ["parallel.tp=4"]),
         (4, ["parallel.cp=2", "data_parallel.strategy=optimizer", "training.micro_batch_size=2"]),
-        (2, ["data_parallel.strategy=full", "training.micro_batch_size=4"]),
         (2, ["parallel.pp=2", "pipeline.schedule=dualpipe", "training.micro_batch_size=2"]),
+        pytest.param(4, ["parallel.tp=4"], marks=pytest.mark.campaign),
+        pytest.param(
+            *(2, ["data_parallel.strategy=full", "training.micro_batch_size=4"]),
+            marks=pytest.mark.campaign,
+        ),
     ],
-    ids=["tp2", "tp4", "cp2-dp2", "full", "dualpipe"],
+    ids=["tp2", "cp2-dp2", "dualpipe", "tp4", "full"],
 )
 def test_qk_clip_is_the_same_on_every_layout(
-    nproc, options, tiny, tmp_path, losses, held_out, arrays
+    nproc, options, tiny, one_process, tmp_path, losses, held_out, arrays
 ) -> None:
     common = ["training.dtype=fp64", "model.qk_norm=none", "model.tied=false", "model.bias=true"]
     clip = [*common, "optimizer.qk_clip={threshold: 0.05, alpha: 0.3}"]
     run = tiny.train(tmp_path / "run", *clip, *options, nproc=nproc)
-    whole = tiny.train(tmp_path / "whole", *clip)
+    whole, plain = one_process(*clip), one_process(*common)
     assert_same_run(run, whole, "fp64", losses, held_out, arrays)
-    plain = tiny.train(tmp_path / "plain", *common)
     assert losses(plain)[1] == losses(whole)[1]
-    assert losses(plain)[20] != losses(whole)[20]
+    assert losses(plain)[8] != losses(whole)[8]
 
 
 def test_an_average_begins_in_a_run_that_had_none(tiny, tmp_path, arrays) -> None:
@@ -453,39 +495,50 @@ def test_an_average_begins_in_a_run_that_had_none(tiny, tmp_path, arrays) -> Non
     assert arrays(third, prefix="ema/") == {}
 
 
-@pytest.mark.parametrize("moments", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize(
+    "moments", ["bf16", pytest.param("fp16", marks=pytest.mark.campaign), "fp8"]
+)
 def test_moments_in_fewer_bits_resume_bit_equal(moments, tiny, tmp_path, losses) -> None:
     options = [f"optimizer.moments_dtype={moments}", "data_parallel.strategy=optimizer"]
-    options += ["training.micro_batch_size=4", "checkpoint.every=10"]
+    options += ["training.micro_batch_size=4", "checkpoint.every=4"]
     options += ["optimizer.schedule=constant"]
     whole = tiny.train(tmp_path / "whole", *options, nproc=2)
-    saved = whole / "checkpoints" / "step_00000010"
+    saved = whole / "checkpoints" / "step_00000004"
     resumed = tiny.train(tmp_path / "resumed", *options, f"checkpoint.load={saved}", nproc=2)
     rest, expected = losses(resumed), losses(whole)
-    assert list(rest) == list(range(11, 21))
+    assert list(rest) == list(range(5, 9))
     assert list(rest.values()) == [expected[step] for step in rest]
 
 
-@pytest.mark.parametrize("strategy", ["none", "optimizer", "optimizer_gradients", "full"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "optimizer",
+        *(
+            pytest.param(name, marks=pytest.mark.campaign)
+            for name in ("none", "optimizer_gradients", "full")
+        ),
+    ],
+)
 def test_where_and_how_states_are_kept_changes_no_bit_and_a_run_can_change_it(
     strategy, tiny, tmp_path, losses, arrays
 ) -> None:
-    common = [f"data_parallel.strategy={strategy}", "training.dtype=bf16", "checkpoint.every=10"]
+    common = [f"data_parallel.strategy={strategy}", "training.dtype=bf16", "checkpoint.every=4"]
     common += ["training.micro_batch_size=4", "optimizer.schedule=constant"]
     other = ["optimizer.masters=remainder", "optimizer.offload=0.5"]
     other += [f"optimizer.offload_dir={tmp_path}"]
     plain = tiny.train(tmp_path / "plain", *common, nproc=2)
     kept = tiny.train(tmp_path / "kept", *common, *other, nproc=2)
     assert losses(kept) == losses(plain)
-    for step in (10, 20):
+    for step in (4, 8):
         for prefix in ("model/", "optimizer/"):
             ours, theirs = arrays(kept, step, prefix), arrays(plain, step, prefix)
             assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
     for source, options in ((plain, other), (kept, [])):
-        saved = source / "checkpoints" / "step_00000010"
+        saved = source / "checkpoints" / "step_00000004"
         out = tmp_path / f"from_{source.name}"
         resumed = tiny.train(out, *common, *options, f"checkpoint.load={saved}", nproc=2)
-        assert losses(resumed) == {step: losses(plain)[step] for step in range(11, 21)}
+        assert losses(resumed) == {step: losses(plain)[step] for step in range(5, 9)}
 
 
 # Every schedule on 2 and 4 ranks, where it can: name, ranks, micro-batches, options.
@@ -505,13 +558,16 @@ SCHEDULES = [
     ("zb-h1", 4, 8, ["pipeline.layout=Et|t|t|tL"]),
     ("1f1b", 2, 4, ["pipeline.layout=Ettt|tL"]),
 ]
+FOR_CAMPAIGN = [("dualpipe", 4), ("zb-h1", 4)]  # on twice as many ranks
 # CI takes every other one of them with a tied head, and the others without.
 TIED_AND_NOT = [
     pytest.param(
         *row,
         tied,
         id=f"{row[0]}-{row[1]}-{'tied' if tied else 'untied'}-{index}",
-        marks=() if tied == (index % 2 == 0) else pytest.mark.campaign,
+        marks=()
+        if tied == (index % 2 == 0) and row[:2] not in FOR_CAMPAIGN
+        else pytest.mark.campaign,
     )
     for index, row in enumerate(SCHEDULES)
     for tied in (True, False)
@@ -538,15 +594,16 @@ def test_every_schedule_trains_like_one_process(
 @pytest.mark.parametrize(
     ("name", "nproc"),
     [
-        ("zb-v", 8),
-        ("dualpipe", 4),
+        ("zb-v", 4),
+        pytest.param("dualpipe", 4, marks=pytest.mark.campaign),
+        pytest.param("zb-v", 8, marks=pytest.mark.campaign),
         pytest.param("interleaved", 4, marks=pytest.mark.campaign),
     ],
 )
 def test_a_schedule_goes_with_the_other_axes_and_its_checkpoint_resumes_elsewhere(
     name, nproc, tiny, tmp_path, losses
 ) -> None:
-    options = ["training.dtype=fp64", "training.micro_batch_size=1", "checkpoint.every=10"]
+    options = ["training.dtype=fp64", "training.micro_batch_size=1", "checkpoint.every=4"]
     options += [f"pipeline.schedule={name}", "pipeline.stages=2", "parallel.tp=2"]
     options += [SEQUENCE_PARALLEL, "model.dropout=0.1"]
     saved = tiny.train(tmp_path / "saved", *options, nproc=nproc)
@@ -554,8 +611,8 @@ def test_a_schedule_goes_with_the_other_axes_and_its_checkpoint_resumes_elsewher
         tmp_path / "resumed",
         "training.dtype=fp64",
         "model.dropout=0.1",
-        f"checkpoint.load={saved / 'checkpoints' / 'step_00000010'}",
+        f"checkpoint.load={saved / 'checkpoints' / 'step_00000004'}",
     )
     whole, rest = losses(saved), losses(resumed)
-    assert list(rest) == list(range(11, 21))
+    assert list(rest) == list(range(5, 9))
     np.testing.assert_allclose(list(rest.values()), [whole[s] for s in rest], rtol=1e-10)

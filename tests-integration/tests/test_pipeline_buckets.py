@@ -71,8 +71,14 @@ def reduced(name, strategy):
         return launched
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(name, strategy, marks=() if i % 4 == j else pytest.mark.campaign)
+        for i, name in enumerate(SCHEDULES)
+        for j, strategy in enumerate(STRATEGIES)
+    ],
+)
 def test_buckets_leave_from_within_the_backward_and_sum_all_replicas(ranks, name, strategy):
     """Also where weight gradients come later than backward: in the W of zero-bubble schedules."""
     for launched in ranks(4, reduced, name, strategy):

@@ -52,7 +52,9 @@ def generate(name: str, tp: int, pp: int) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "tp", "pp"),
     [
-        *(("window", tp, pp) for tp, pp in ((1, 2), (2, 2), (1, 4))),
+        ("window", 1, 4),
+        pytest.param("window", 1, 2, marks=pytest.mark.campaign),
+        pytest.param("window", 2, 2, marks=pytest.mark.campaign),
         *((name, 2, 2) for name in ("gemma2", "phi", "bert")),
     ],
 )

@@ -64,8 +64,17 @@ def logits_of(model: nn.Module, x: Tensor) -> Tensor:
     return y if isinstance(y, Tensor) else y.logits
 
 
-@pytest.mark.parametrize("weight", ["int4-g32", "int4-channel"])
-@pytest.mark.parametrize("name", MODELS)
+WEIGHTS = ("int4-g32", "int4-channel")
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [
+        pytest.param(name, weight, marks=() if (i + j) % 2 == 0 else pytest.mark.campaign)
+        for i, name in enumerate(MODELS)
+        for j, weight in enumerate(WEIGHTS)
+    ],
+)
 def test_gptq_and_awq_change_logits_less_than_round_to_nearest(name: str, weight: str) -> None:
     model = MODELS[name]().eval()
     held_out, calibration = tokens(8, seed=1), list(tokens(64, seed=2).split(16))
@@ -111,8 +120,14 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "tp"),
+    [
+        pytest.param(form, tp, marks=() if tp == (2, 4)[i % 2] else pytest.mark.campaign)
+        for i, form in enumerate(FORMS)
+        for tp in (1, 2, 4)
+    ],
+)
 def test_scales_folded_into_any_layout_leave_the_output(ranks, form: str, tp: int) -> None:
     arguments = FORMS[form]
 

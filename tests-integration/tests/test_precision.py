@@ -60,10 +60,8 @@ MIXTURES: dict[str, tuple[int, list[str], int]] = {
     "tp2-ep2-etp2": (4, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=2", KEEP, ONE], 2),
 }
 MIXTURES_IN_CI = {
-    ("tensorwise", "tp2-etp2"),
     ("rowwise", "tp2-ep2"),
     ("delayed", "ep2-pp2"),
-    ("mxfp8", "ep2"),
     ("nvfp4", "ep2-optimizer"),
 }
 # By dtype, of losses, relative: in fp64 a code that differs would tell; where the order of a sum
@@ -72,16 +70,13 @@ TOLERANCE = {"fp64": 1e-10, "fp32": 1e-3, "bf16": 5e-3}
 RECIPES = ("tensorwise", "rowwise", "delayed", "mxfp8", "blockwise", "nvfp4")
 IN_CI = {
     ("tensorwise", "tp2-sp", "fp64"),
-    ("rowwise", "tp2-sp-pp2-recompute", "fp64"),
     ("rowwise", "cp2", "fp64"),
     ("delayed", "tp2-sp-optimizer", "fp64"),
     ("delayed", "dualpipe", "fp64"),
     ("delayed", "tp2", "bf16"),
-    ("mxfp8", "tp2-sp", "fp64"),
     ("mxfp8", "full", "fp64"),
     ("mxfp8", "recompute-selective", "fp32"),
     ("nvfp4", "optimizer", "fp64"),
-    ("nvfp4", "pp2", "fp64"),
     ("blockwise", "pp2", "fp32"),
 }
 
@@ -203,9 +198,7 @@ def test_a_recipe_is_no_name_alone(tiny, reference, tmp_path, losses) -> None:
     rows(
         {
             ("delayed", "ep2", "killed"),
-            ("delayed", "tp2-sp", "killed"),
             ("delayed", "zb-v", "stopped"),
-            ("mxfp8", "optimizer", "stopped"),
             ("nvfp4", "full", "stopped"),
         },
         RECIPES,
@@ -261,7 +254,7 @@ def assert_meant(state: Mapping[str, np.ndarray], before: Mapping[str, np.ndarra
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     rows(
-        {("tp2-sp-optimizer", "one"), ("pp2", "full"), ("one", "tp2-sp-pp2-recompute")},
+        {("tp2-sp-optimizer", "one"), ("pp2", "full")},
         ["one", "tp2-sp", "pp2", "full", "tp2-sp-optimizer"],
         ["one", "tp2-sp-pp2-recompute", "dualpipe", "optimizer", "full"],
     ),
@@ -292,7 +285,7 @@ def test_the_state_of_delayed_scaling_means_the_same_on_another_layout(
 @pytest.mark.parametrize(
     ("saved", "resumed"),
     rows(
-        {("ep2", "one"), ("one", "ep2-pp2")},
+        {("one", "ep2-pp2")},
         ["one", "ep2", "ep2-edp2"],
         ["one", "ep2-pp2", "ep4-tp2"],
     ),

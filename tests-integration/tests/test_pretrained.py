@@ -50,7 +50,13 @@ def one_rank(started, tmp_path_factory):
     return run, from_pretrained(out / "out")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name in ("tp2pp2", "full") else pytest.mark.campaign)
+        for name in LAYOUTS
+    ],
+)
 def test_every_layout_trains_and_exports_the_same(started, one_rank, tmp_path, losses, layout):
     nproc, *overrides = LAYOUTS[layout]
     out = tmp_path / "out"

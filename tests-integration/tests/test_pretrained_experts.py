@@ -59,7 +59,7 @@ def one_rank(started, tmp_path_factory):
     return run, from_pretrained(out / "out")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("ep2", marks=pytest.mark.campaign), "ep2etp2"])
 def test_every_layout_trains_and_exports_the_same(started, one_rank, tmp_path, losses, layout):
     nproc, *overrides = LAYOUTS[layout]
     out = tmp_path / "out"

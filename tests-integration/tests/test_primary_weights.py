@@ -45,7 +45,6 @@ RECIPES = ("tensorwise", "delayed", "blockwise")
 IN_CI = {
     ("tensorwise", "tp2-sp-optimizer"),
     ("delayed", "full"),
-    ("delayed", "ep2-optimizer"),
     ("blockwise", "optimizer_gradients"),
 }
 GRID = [

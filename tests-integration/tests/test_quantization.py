@@ -55,21 +55,28 @@ def _run(model: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return y.detach(), x.grad
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("kind", [PlainMLP, FusedMLP])
+SCHEMES = [
+    ("int8", None),
+    ("int8-tensor", None),
+    ("int4-g8", None),
+    ("int4-g8-asym", None),
+    ("int8", "int8"),
+    ("int8", "int8-tensor"),
+    ("int8", "int8-static"),
+    ("fp8", "fp8"),
+    ("fp8", "fp8-static"),
+    ("nvfp4", "nvfp4"),
+]
+HOW = [(kind, sequence) for kind in (PlainMLP, FusedMLP) for sequence in (False, True)]
+
+
 @pytest.mark.parametrize(
-    ("weight", "input"),
+    ("weight", "input", "kind", "sequence"),
     [
-        ("int8", None),
-        ("int8-tensor", None),
-        ("int4-g8", None),
-        ("int4-g8-asym", None),
-        ("int8", "int8"),
-        ("int8", "int8-tensor"),
-        ("int8", "int8-static"),
-        ("fp8", "fp8"),
-        ("fp8", "fp8-static"),
-        ("nvfp4", "nvfp4"),
+        # Each scheme once, and each kind of layer several times.
+        pytest.param(*scheme, *how, marks=() if i % 4 == j else pytest.mark.campaign)
+        for i, scheme in enumerate(SCHEMES)
+        for j, how in enumerate(HOW)
     ],
 )
 def test_split_layers_hold_the_parts_of_what_one_rank_holds(

@@ -15,18 +15,19 @@ import numpy as np
 import pytest
 from mt_testing import KillAt, RankDied
 
-OPTIONS = ("parallel.tp=2", "checkpoint.every=4", "training.micro_batch_size=2")
+OPTIONS = ("parallel.tp=2", "checkpoint.every=2", "training.micro_batch_size=2")
+LONG = (*OPTIONS, "training.steps=20", "checkpoint.every=4")
 POINTS = {
-    "train.forward_backward": 20,
-    "train.reduce": 20,
-    "train.update": 20,
-    "save.begin": 5,
-    "save.arrays": 5,
-    "save.data": 5,
-    "save.manifest": 5,
-    "save.before_rename": 5,
-    "save.after_rename": 5,
-    "save.after_latest": 5,
+    "train.forward_backward": 8,
+    "train.reduce": 8,
+    "train.update": 8,
+    "save.begin": 4,
+    "save.arrays": 4,
+    "save.data": 4,
+    "save.manifest": 4,
+    "save.before_rename": 4,
+    "save.after_rename": 4,
+    "save.after_latest": 4,
 }
 RANK_ZERO_ONLY = {
     "save.manifest",
@@ -52,8 +53,8 @@ def undisturbed(tiny, tmp_path_factory) -> Path:
     return tiny.train(tmp_path_factory.mktemp("undisturbed"), *OPTIONS, nproc=2)
 
 
-def assert_equal_bits(run: Path, expected: Path, arrays, losses) -> None:
-    ours, theirs = arrays(run, prefix=""), arrays(expected, prefix="")
+def assert_equal_bits(run: Path, expected: Path, arrays, losses, step: int = 8) -> None:
+    ours, theirs = arrays(run, step, prefix=""), arrays(expected, step, prefix="")
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         np.testing.assert_array_equal(value, theirs[name], err_msg=name)
@@ -105,20 +106,22 @@ def kill_once(command: list[str], out: Path, rng: random.Random) -> bool:
     "seed", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 20))]
 )
 def test_kill_9_of_the_real_command_continues_to_the_same_bits(
-    seed, tiny, undisturbed, tmp_path, arrays, losses, cli, record_property
+    seed, tiny, tmp_path_factory, tmp_path, arrays, losses, cli, record_property
 ) -> None:
-    command = tiny.command(tmp_path, *OPTIONS, nproc=2)
+    undisturbed = tiny.train(tmp_path_factory.mktemp("long"), *LONG, nproc=2)
+    command = tiny.command(tmp_path, *LONG, nproc=2, real=True)
     rng = random.Random(seed)
     while not kill_once(command, tmp_path, rng):  # it was done before the kill came: once more
         shutil.rmtree(tmp_path)
     record_property("last step before the kill", max(losses(tmp_path), default=0))
-    finished = cli(*command)
+    finished = cli(*tiny.command(tmp_path, *LONG, nproc=2))
     assert finished.returncode == 0, finished.stderr
-    assert_equal_bits(tmp_path, undisturbed, arrays, losses)
+    assert_equal_bits(tmp_path, undisturbed, arrays, losses, step=20)
 
 
 def test_sigterm_saves_and_exits_with_75(tiny, tmp_path, losses, cli, arrays) -> None:
-    command = tiny.command(tmp_path, "training.steps=100000", "parallel.tp=2", nproc=2)
+    steps = "training.steps=100000"
+    command = tiny.command(tmp_path, steps, "parallel.tp=2", nproc=2)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
     while not (tmp_path / "metrics.jsonl").exists() or not losses(tmp_path):
@@ -156,11 +159,11 @@ def test_another_batch_size_and_layout_go_on_in_the_same_folder(
     tiny, undisturbed, tmp_path, losses
 ) -> None:
     out = Path(shutil.copytree(undisturbed, tmp_path / "run"))
-    changes = ("training.global_batch_size=16", "training.micro_batch_size=4", "training.steps=24")
+    changes = ("training.global_batch_size=16", "training.micro_batch_size=4", "training.steps=12")
     tiny.train(out, *changes, nproc=2)
     alone = Path(shutil.copytree(undisturbed, tmp_path / "alone"))
     tiny.train(alone, *changes)
-    assert sorted(losses(out)) == list(range(1, 25))
+    assert sorted(losses(out)) == list(range(1, 13))
     assert losses(out) == pytest.approx(losses(alone), rel=1e-5)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -37,11 +38,24 @@ def of_the_run(options: list[str]) -> list[str]:
     return [text for text in options if text.startswith(("data.", "optimizer."))]
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_a_hybrid_trains_like_one_process(row, tiny, tmp_path, losses, held_out, arrays) -> None:
+IN_CI = ("tp2-sp-packed", "tp2-pp2-sp", "full", "muon-tp2")
+
+
+@pytest.fixture(scope="module")
+def one_process(tiny, tmp_path_factory):
+    return cache(lambda *options: tiny.train(tmp_path_factory.mktemp("one"), *options))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if row in IN_CI else pytest.mark.campaign) for row in ROWS],
+)
+def test_a_hybrid_trains_like_one_process(
+    row, tiny, one_process, tmp_path, losses, held_out, arrays
+) -> None:
     nproc, options = ROWS[row]
     common = [*MODEL, "training.dtype=fp64"]
-    whole = tiny.train(tmp_path / "whole", *common, *of_the_run(options))
+    whole = one_process(*common, *of_the_run(options))
     run = tiny.train(tmp_path / "run", *common, *options, nproc=nproc)
     ours, theirs = losses(run), losses(whole)
     assert ours.keys() == theirs.keys()

@@ -43,7 +43,7 @@ ROWS = {
     "tp2-cp2-sp": (4, ["parallel.tp=2", "parallel.cp=2", SP]),
     "cp2-pp2": (4, ["parallel.cp=2", "parallel.pp=2", "training.micro_batch_size=4"]),
 }
-IN_CI = ("tp2-pp2-sp", "cp2")
+IN_CI = {("tp2-pp2-sp", "documents"), ("cp2", "none")}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +61,13 @@ def whole(tiny, short, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=() if row in IN_CI else pytest.mark.campaign) for row in ROWS],
+    ("row", "packing"),
+    [
+        pytest.param(row, packing, marks=() if (row, packing) in IN_CI else pytest.mark.campaign)
+        for row in ROWS
+        for packing in ("none", "documents")
+    ],
 )
-@pytest.mark.parametrize("packing", ["none", "documents"])
 def test_it_trains_like_one_process(
     row, packing, whole, tiny, tmp_path, losses, held_out, arrays
 ) -> None:

