@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-LAZY_TABLE = "resolve_later"  # of mt-files: `__getattr__ = resolve_later(__name__, home="Name")`
+LAZY = "__getattr__ = resolve_later(__name__)"  # then TYPE_CHECKING's imports run, at first use
 UNKNOWN = "*"  # the part of a module's name that only the run knows
 
 
@@ -72,6 +72,7 @@ def _imports_in(path: Path, folder: Path, changed: tuple[int, int]) -> list[Impo
     tree, name = tree_of(path), module_name(path, folder)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     constants = _constants(tree) | {"__name__": name, "__package__": package}
+    is_lazy = any(ast.unparse(statement) == LAZY for statement in tree.body)
 
     def found(node: ast.AST, *, optional: bool, typing: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -81,15 +82,15 @@ def _imports_in(path: Path, folder: Path, changed: tuple[int, int]) -> list[Impo
                     names=names,
                     path=path,
                     line=child.lineno,  # type: ignore[attr-defined]
-                    optional=optional or (string and bool(names)),
+                    optional=optional,
                     typing=typing,
-                    string=string and not names,
+                    string=string,
                 )
             inner = _is_typing(child)
             yield from found(
                 child,
                 optional=optional or inner or _is_optional(child),
-                typing=typing or inner,
+                typing=typing or (inner and not is_lazy),
             )
 
     return list(found(tree, optional=False, typing=False))
@@ -113,21 +114,6 @@ def _imported(
                 literal = isinstance(first, ast.Constant) and not text.startswith(".")
                 if own or literal:
                     yield text, (), True
-            elif called == LAZY_TABLE:
-                for home, names in _homes(node):
-                    yield f"{package}.{home}", names, True
-
-
-def _homes(call: ast.Call) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield each module of a lazy table and its names."""
-    for keyword in call.keywords:
-        match keyword:
-            case ast.keyword(arg=str(home), value=ast.Constant(value=str(names))):
-                yield home, tuple(names.split())
-            case ast.keyword(arg=None, value=ast.Dict(keys=keys, values=values)):
-                for key, value in zip(keys, values, strict=True):
-                    if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
-                        yield str(key.value), tuple(str(value.value).split())
 
 
 def _text(node: ast.expr, constants: dict[str, str]) -> str:

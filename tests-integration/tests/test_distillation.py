@@ -7,7 +7,7 @@ import pytest
 from mt_hf import export_checkpoint
 from mt_parallel_state import ParallelLayout
 from mt_train import ConfigError, load_config
-from mt_train.parts.distillation import check_distillation, check_teacher_layout
+from mt_train.parts.distillation import Distillation
 
 COMMON = ["training.steps=3", "evaluation.max_windows=4", "optimizer.warmup=1"]
 COMMON += ["training.micro_batch_size=2", "model.num_layers=4"]
@@ -147,5 +147,5 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_written(
 
 def check(loaded, layout):
     model = loaded.model(384)
-    check_distillation(loaded, model)
-    check_teacher_layout(loaded, model, layout)
+    Distillation.check(loaded, model)
+    Distillation.check_layout(loaded, model, layout)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from mt_infer import load_run
 from mt_infer.cli import main
+from mt_model import fake_quantize
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import QuantizationConfig
-from mt_train.parts.quantization import fake_quantize
 
 SIZES = ["model.hidden_size=64", "model.head_dim=32", "model.num_kv_heads=4"]
 SIZES += ["model.ffn_size=128", "model.num_layers=2", "training.sequence_length=64"]

@@ -249,14 +249,17 @@ CIRCLES = {
         "__init__, a",
         "one/__init__.py:1",
     ),
-    "lazy table": (
+    "lazy names": (
         {
-            "one/__init__.py": "__getattr__ = resolve_later(__name__, a='x')\n",
+            "one/__init__.py": (
+                "if TYPE_CHECKING:\n    from mt_part.one.a import x\n"
+                "__getattr__ = resolve_later(__name__)\n"
+            ),
             "one/a.py": "from mt_part.one import y\n",
         },
         ".one",
         "__init__, a",
-        "one/__init__.py:1",
+        "one/__init__.py:2",
     ),
 }
 

@@ -55,7 +55,6 @@ def test_a_decision_without_a_weight_is_refused() -> None:
     [
         (Rule(weight="int8", input="fp8"), None),
         (Rule(weight="int8", method="gptq"), "gptq"),
-        (Rule(weight="int8", output="int8"), "output"),
         (Rule(weight="int8", input="int8-static"), "token"),
     ],
 )

@@ -155,8 +155,7 @@ def test_scales_come_back_from_a_checkpoint(name):
     format = KVFormat.named(name)
     calibrator = KVCalibrator()
     calibrator.update("a", drawn(1), drawn(2))
-    each = "layer" if format.group == "tensor" else "head"
-    scheme = KVScheme(format=format, scales=calibrator.scales(limit=format.limit, each=each)["a"])
+    scheme = KVScheme(format=format, scales=calibrator.scales(format)["a"])
     tensors, config = compressed_state(model, kv_schemes={"attn": scheme})
     stored = {leaf: tensors[f"attn.{leaf}"] for leaf in KV_LEAVES}
     assert kv_format_of(config) == format
@@ -179,9 +178,13 @@ def test_a_head_of_zeros_leaves_the_scale_of_its_layer_alone():
     keys[:, :, 0] = 0
     calibrator = KVCalibrator()
     calibrator.update("a", keys, keys)
-    by_head, by_layer = (calibrator.scales(limit=127, each=each)["a"] for each in ("head", "layer"))
+    formats = KVFormat.named("int8-head"), KVFormat.named("int8-tensor")
+    by_head, by_layer = (calibrator.scales(format)["a"] for format in formats)
     assert by_head.key[0] == 1
     assert torch.equal(by_layer.key, (keys.abs().amax() / 127).expand(3))
+
+
+BY_LAYER = KVFormat.named("int8-tensor")
 
 
 def seen_by_a_rank(rank):
@@ -194,10 +197,10 @@ def seen_by_a_rank(rank):
 def on_rank():
     with ParallelState(ParallelLayout(tp=2)) as state:
         calibrator = seen_by_a_rank(state.index("tp"))
-        return calibrator.scales(limit=127, each="layer", group=state.group("tp"))["a"].key
+        return calibrator.scales(BY_LAYER, group=state.group("tp"))["a"].key
 
 
 def test_the_scale_of_a_layer_is_that_of_all_ranks_heads(ranks):
-    expected = seen_by_a_rank(1).scales(limit=127, each="layer")["a"].key
+    expected = seen_by_a_rank(1).scales(BY_LAYER)["a"].key
     for found in ranks(2, on_rank):
         assert torch.equal(found, expected)

@@ -198,15 +198,6 @@ def test_to_another_dtype_changes_the_bias_and_no_scale() -> None:
     assert model(torch.randn(2, 64, dtype=torch.float64)).dtype == torch.float64
 
 
-def test_output_is_rounded_where_that_is_asked_for() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48))
-    rule = Rule(weight="int8", output="int8-tensor")
-    y = quantize(model, QuantizationConfig(rules=(rule,)))(torch.randn(7, 64))
-    codes = y / (y.abs().max() / 127)
-    torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-3)
-
-
 def test_formats_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="one number"):
         InputFormat(type="int8", group="token", dynamic=False)

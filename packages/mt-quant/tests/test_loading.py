@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 RULES = {
     "int4": Rule(weight="int4-g32-asym"),
-    "static": Rule(weight="nvfp4", input="fp8-static", output="int8-static"),
+    "static": Rule(weight="nvfp4", input="fp8-static"),
     "svdquant": Rule(weight="int4-g32", method="svdquant", options={"rank": 4}),
     "smoothquant": Rule(weight="int8", input="int8", method="smoothquant"),
 }

@@ -8,9 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from mt_data_parallel import GradBuffer
+from mt_data_parallel import GradBuffer, GraphSinks
 from mt_testing import sample
-from mt_train.parts.graph_sinks import GraphSinks
 
 STEPS = ("training.steps=3", "training.micro_batch_size=2")
 CLOCKS = ("seconds", "eta_seconds", "tokens_per_second", "tflops_per_second", "memory_bytes")

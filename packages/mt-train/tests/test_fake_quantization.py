@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
+from mt_model import fake_quantize
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import Decision, QuantizationConfig, Rule, quantize_weight
 from mt_tensor_parallel import ColumnParallelLinear
 from mt_train import ConfigError, load_config
-from mt_train.parts.quantization import check_quantization, fake_quantize
+from mt_train.parts.quantization import FakeQuantization
 from mt_train.training.trainer import NonFiniteLossError
 from torch import nn
 
@@ -38,7 +39,10 @@ def losses(out) -> list[float]:
             ["quantization.recipe=int8", "training.compile=true"],
             "true does not go with quantization 'int8', whose weights are quantised once",
         ),
-        (["quantization.recipe=int8", "training.cuda_graphs=layer"], "use cuda_graphs: none, or"),
+        (
+            ["quantization.recipe=int8", "training.cuda_graphs=layer"],
+            "use no recipe, or cuda_graphs: none",
+        ),
         (["quantization.group_size=32"], "group_size: is for quantization.recipe"),
         (["quantization.recipes=int8"], "unknown key. Did you mean quantization.recipe"),
     ],
@@ -90,10 +94,10 @@ def test_groups_that_ranks_cut_are_refused(rule, layer, tiny, tmp_path) -> None:
     given = [*SIZES, "parallel.tp=2", f"quantization.config={path}"]
     loaded = load_config(tiny.config, given)
     if layer is None:
-        check_quantization(loaded, loaded.model(300))
+        FakeQuantization.check(loaded, loaded.model(300))
         return
     with pytest.raises(ConfigError) as caught:
-        check_quantization(loaded, loaded.model(300))
+        FakeQuantization.check(loaded, loaded.model(300))
     assert layer in str(caught.value)
     assert "use a divisor of 32, or fewer ranks" in str(caught.value)
 

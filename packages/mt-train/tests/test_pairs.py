@@ -17,11 +17,6 @@ UNSHARED = (
 # By the field that is blamed: the overrides, and the words of the message.
 PAIRS = {
     "training.cuda_graphs": [
-        (
-            ["training.cuda_graphs=step", "training.compile=true"],
-            "step does not go with training.compile, whose code launches few kernels; use none, or "
-            "compile: false",
-        ),
         *(
             (
                 ["training.cuda_graphs=layer", *others],
@@ -29,19 +24,21 @@ PAIRS = {
             )
             for others, words in (
                 (
+                    ["training.compile=true"],
+                    "training.compile, whose code launches few kernels; use false",
+                ),
+                (
                     ["data_parallel.strategy=optimizer_gradients"],
                     "data_parallel.strategy optimizer_gradients, where gradients have no memory "
-                    "that stays; use strategy none or optimizer",
+                    "that stays; use none or optimizer",
                 ),
                 (
                     ["data_parallel.strategy=optimizer", "data_parallel.prefetch=1"],
-                    "data_parallel.prefetch 1, as forwards wait for parameters then; use prefetch "
-                    "0",
+                    "data_parallel.prefetch 1, which forwards wait for; use 0",
                 ),
                 (
                     ["data_parallel.strategy=optimizer", "data_parallel.offload=true"],
-                    "data_parallel.offload, which has the host wait for gradients; use offload: "
-                    "false",
+                    "data_parallel.offload, where the host waits for gradients; use false",
                 ),
                 (
                     ["pipeline.schedule=zb-h1", "parallel.pp=2"],
@@ -54,8 +51,7 @@ PAIRS = {
                 ),
                 (
                     ["training.recompute=selective"],
-                    "training.recompute, which saves no memory inside of a graph; use recompute: "
-                    "none",
+                    "training.recompute, which saves no memory inside of a graph; use none",
                 ),
             )
         ),

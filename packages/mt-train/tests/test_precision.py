@@ -6,7 +6,7 @@ import json
 
 import pytest
 from mt_train import ConfigError, load_config
-from mt_train.parts.precision import check_precision
+from mt_train.parts.precision import LowPrecision
 from mt_train.training.trainer import NonFiniteLossError
 
 SIZES = ["model.hidden_size=64", "model.num_heads=2", "model.ffn_size=64", "model.num_layers=3"]
@@ -55,7 +55,7 @@ def test_what_a_section_can_not_mean_is_refused(given, field, words, tiny) -> No
     ("other", "words"),
     [
         ("training.compile=true", "use compile: false, or no recipe"),
-        ("training.cuda_graphs=layer", "use cuda_graphs: none, or no recipe"),
+        ("training.cuda_graphs=layer", "use no recipe, or cuda_graphs: none"),
     ],
 )
 def test_a_recipe_does_not_go_with_graphs(other, words, tiny) -> None:
@@ -112,7 +112,7 @@ def test_parts_of_ranks_that_are_no_whole_blocks_are_refused(given, words, tiny)
     sizes = [*SIZES, "parallel.tp=2", "training.sequence_length=256"]
     loaded = load_config(tiny.config, [*sizes, *given])
     with pytest.raises(ConfigError, match=words):
-        check_precision(loaded, loaded.model(300))
+        LowPrecision.check(loaded, loaded.model(300))
 
 
 def test_one_rank_may_have_any_sizes(tiny, tmp_path) -> None:

@@ -69,18 +69,4 @@ __all__ = [
 ]
 
 # Resolved at first use, so that an import stays light.
-__getattr__ = resolve_later(
-    __name__,
-    **{
-        "corpus": "CorpusStats build_corpus count_text_bytes dataset_tokenizer",
-        "datasets.masked": "MaskedDataset MaskedVocabulary Masking",
-        "datasets.prefetch": "Prefetcher",
-        "datasets.spans": "SpanCorruption SpanDataset SpanVocabulary",
-        "documents.reader": "Document read_documents standard_library_sources",
-        "documents.split": "parse_split split_files split_ranges",
-        "storage.writer": "IndexedWriter",
-        "tokenizers.encoder": "Encoder",
-        "tokenizers.tokenizer": "Tokenizer load_tokenizer",
-        "tokenizers.training": "DEFAULT_SPECIAL train_tokenizer",
-    },
-)
+__getattr__ = resolve_later(__name__)

@@ -1,5 +1,7 @@
 """Files from outside: checked reading, typed content, durable writing, locks and digests."""
 
+from typing import TYPE_CHECKING
+
 from mt_files.argument import check_type, multiples_near
 from mt_files.digest import sha256_file
 from mt_files.error import FileError, LockedError, MissingFileError, UserError
@@ -28,10 +30,14 @@ from mt_files.schema import (
 )
 from mt_files.writing import remove_temporaries, sync, write_file, writing
 
+if TYPE_CHECKING:
+    from mt_files.document import Document, parse_yaml, read_yaml
+
 __all__ = [
     "MAX_PROBLEMS",
     "Bound",
     "Checks",
+    "Document",
     "ExperimentalWarning",
     "FieldError",
     "FieldProblem",
@@ -53,10 +59,12 @@ __all__ = [
     "multiples_near",
     "open_file",
     "parse_json",
+    "parse_yaml",
     "quick_imports",
     "read_bytes",
     "read_json",
     "read_text",
+    "read_yaml",
     "remove_temporaries",
     "resolve_later",
     "sha256_file",
@@ -66,3 +74,5 @@ __all__ = [
     "write_file",
     "writing",
 ]
+
+__getattr__ = resolve_later(__name__)  # YAML needs an extra

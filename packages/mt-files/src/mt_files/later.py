@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 
-def resolve_later(package: str, **names: str) -> Callable[[str], Any]:
+def resolve_later(package: str) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package that imports its public names at first use.
+
+    The names are those that the package's `__init__` imports from its own modules under
+    `if TYPE_CHECKING:`, so that type checkers and the run read the same statements.
 
     Args:
         package: The package's `__name__`.
-        names: The public names of each module, separated by spaces.
-
-    Example:
-        __getattr__ = resolve_later(__name__, session="Outcome run", trainer="Trainer")
     """
-    homes = {name: module for module, listed in names.items() for name in listed.split()}
 
     def resolve(name: str) -> Any:
+        homes = _typing_imports(package)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
+        return getattr(import_module(homes[name]), name)
 
     return resolve
+
+
+@cache
+def _typing_imports(package: str) -> dict[str, str]:
+    """Return the module of each name that a package imports from itself for type checkers."""
+    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    return {
+        alias.name: statement.module
+        for block in ast.parse(source).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom) and statement.module
+        if statement.module.startswith(f"{package}.")
+        for alias in statement.names
+    }
 
 
 @contextmanager

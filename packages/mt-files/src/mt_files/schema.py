@@ -12,7 +12,7 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 from mt_files.field import (
     FieldError,
@@ -90,6 +90,11 @@ class SchemaError(ValueError):
         lines = [str(problem) for problem in problems[:MAX_PROBLEMS]]
         more = len(problems) - len(lines) + hidden
         super().__init__("\n".join(lines + ([f"and {more} more problems"] if more else [])))
+
+    @classmethod
+    def of(cls, where: str, text: str, path: str = "") -> Self:
+        """Return the error of one problem."""
+        return cls([FieldProblem(path, text, where)])
 
     def __reduce__(self) -> tuple[type[SchemaError], tuple[tuple[FieldProblem, ...], int]]:
         return type(self), (self.problems, self.hidden)

@@ -45,20 +45,4 @@ __all__ = [
 ]
 
 # What needs torch is resolved at first use: a folder is described without it.
-__getattr__ = resolve_later(
-    __name__,
-    **{
-        "family.family": "Family",
-        "family.link": "Link",
-        "reading.description": "Description describe read_description",
-        "reading.end_tokens": "read_end_tokens",
-        "reading.registry": "find_family known_families",
-        "commands.upcycling": "Upcycling upcycle_checkpoint",
-        "reading.loading": "from_pretrained",
-        "reading.pretrained": "Pretrained open_pretrained",
-        "writing.checkpoint": "export_checkpoint import_pretrained",
-        "writing.lora": "export_lora",
-        "writing.quantizing": "quantize_for_folder",
-        "writing.saving": "save_pretrained",
-    },
-)
+__getattr__ = resolve_later(__name__)

@@ -23,9 +23,4 @@ __all__ = [
 ]
 
 # Resolved at first use, so that the command line answers before torch is imported.
-__getattr__ = resolve_later(
-    __name__,
-    generation="Completion Generator PromptError",
-    loading="RunError load_run",
-    sampling="LogitsError Sampling choose",
-)
+__getattr__ = resolve_later(__name__)

@@ -41,9 +41,4 @@ __all__ = [
 ]
 
 # Resolved at first use, so that an import stays light.
-__getattr__ = resolve_later(
-    __name__,
-    **{
-        "flex": "flex_attention",
-    },
-)
+__getattr__ = resolve_later(__name__)

@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from mt_model.block.initial import start_from
     from mt_model.block.losses import Losses
     from mt_model.block.shard_context import ShardContext
-    from mt_model.block.shared_input import SharedInput
     from mt_model.generation.decoding import GraphedDecoding
     from mt_model.generation.kv_calibration import calibrate_kv_cache, kv_formats
     from mt_model.kernels.dtype import DTYPES
@@ -78,6 +77,12 @@ if TYPE_CHECKING:
     from mt_model.presets.image_encoders import VISION_PRESETS, vision_preset, vit
     from mt_model.presets.shapes import PRESETS, preset
     from mt_model.recompute.saved_activations import KeptBytes
+    from mt_model.stack.fake_quantization import (
+        FakeQuantizedGemm,
+        block_linears,
+        fake_quantize,
+        grouped_layers,
+    )
     from mt_model.stack.initialization import initializer
     from mt_model.stack.routers import (
         balance_experts,
@@ -110,6 +115,7 @@ __all__ = [
     "DynamicScaling",
     "EncoderDecoder",
     "EntryConfig",
+    "FakeQuantizedGemm",
     "FeedForwardConfig",
     "ForwardContext",
     "GatedDeltaNetConfig",
@@ -149,7 +155,6 @@ __all__ = [
     "Rotary",
     "ScoreBias",
     "ShardContext",
-    "SharedInput",
     "Sinks",
     "Sizes",
     "Stack",
@@ -160,13 +165,16 @@ __all__ = [
     "VisionEncoder",
     "YarnScaling",
     "balance_experts",
+    "block_linears",
     "calibrate_kv_cache",
     "encoder_decoder_layers",
     "expand_image_tokens",
     "expected_bytes",
     "expert_loads",
+    "fake_quantize",
     "gpt",
     "graph_stage",
+    "grouped_layers",
     "initializer",
     "is_buffer",
     "keep_freed_memory",
@@ -189,34 +197,4 @@ __all__ = [
 ]
 
 # What needs torch is resolved at first use: a configuration is checked without it.
-__getattr__ = resolve_later(
-    __name__,
-    **{
-        "plugins": "PluginError load_installed_plugins load_plugin load_recorded_plugins",
-        "presets.encoder_decoders": "encoder_decoder_layers",
-        "presets.gpt": "FIELDS SHORT_FORMS gpt model_of",
-        "presets.image_encoders": "VISION_PRESETS vision_preset vit",
-        "presets.shapes": "PRESETS preset",
-        "stack.validation": "validate_context validate_split",
-        "attend.cache": "KVCache",
-        "attend.context": "ForwardContext",
-        "block.initial": "start_from",
-        "block.losses": "Losses",
-        "block.shard_context": "ShardContext",
-        "block.shared_input": "SharedInput",
-        "generation.decoding": "GraphedDecoding",
-        "generation.kv_calibration": "calibrate_kv_cache kv_formats",
-        "kernels.dtype": "DTYPES",
-        "language.decoder": "GPT",
-        "language.encoder_decoder": "EncoderDecoder",
-        "memory.activation_memory": "expected_bytes",
-        "memory.activation_table": "kept_by_module without_data",
-        "memory.allocator": "keep_freed_memory",
-        "recompute.saved_activations": "KeptBytes",
-        "stack.initialization": "initializer",
-        "stack.routers": "balance_experts expert_loads is_buffer saved_buffers saved_tensors",
-        "stack.stack": "Stack",
-        "stack.stage_graph": "GraphOptions graph_stage",
-        "vision.encoder": "VisionEncoder",
-    },
-)
+__getattr__ = resolve_later(__name__)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mt_moe.experts.grouped_linear import GroupedLinear
     from mt_moe.experts.kernels import GroupedKernel
     from mt_moe.experts.linear_experts import LinearExperts, unfuse_experts
+    from mt_moe.experts.low_precision import LowPrecisionExperts
     from mt_moe.experts.options import ExpertOptions
     from mt_moe.groups import ExpertGroups
     from mt_moe.layer import MoELayer, MoEOutput
@@ -40,6 +41,7 @@ __all__ = [
     "GroupedKernel",
     "GroupedLinear",
     "LinearExperts",
+    "LowPrecisionExperts",
     "MoELayer",
     "MoEOptions",
     "MoEOutput",
@@ -61,27 +63,4 @@ __all__ = [
 ]
 
 # A layer imports most of three packages; a router alone does not need them.
-__getattr__ = resolve_later(
-    __name__,
-    **{
-        "dispatch.choice": "make_dispatcher",
-        "dispatch.dispatcher": "DispatchOutput Dispatcher",
-        "experts.experts": "Experts",
-        "experts.form": "check_form",
-        "experts.grouped_linear": "GroupedLinear",
-        "experts.kernels": "GroupedKernel",
-        "experts.linear_experts": "LinearExperts unfuse_experts",
-        "experts.options": "ExpertOptions",
-        "groups": "ExpertGroups",
-        "layer": "MoELayer MoEOutput",
-        "options": "MoEOptions",
-        "recomputation": "in_backward",
-        "routing.capacity": "Capacity",
-        "routing.choice": "RouterOptions route",
-        "routing.expert_bias": "BiasOptions update_expert_biases",
-        "routing.replay": "recorded_routes replayed_routes",
-        "routing.router": "Router",
-        "routing.rules": "check_choice check_number",
-        "upcycling": "upcycle upcycle_router",
-    },
-)
+__getattr__ = resolve_later(__name__)

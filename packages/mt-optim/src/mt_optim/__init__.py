@@ -63,28 +63,4 @@ __all__ = [
 ]
 
 # Few programs use more than two or three of them.
-__getattr__ = resolve_later(
-    __name__,
-    config="OptimizerConfig",
-    device_step="DeviceStep device_step_obstacle",
-    distributed="DistributedOptimizer",
-    factory="build_optimizer",
-    optimizer="NamedOptimizer",
-    optimizers="SGD SOAP AdamW Lion Muon",
-    qk_clip="qk_clip_scales",
-    schedule="LRSchedule WeightDecaySchedule",
-    **{
-        "gradients.clip": "clip_grad_norm grad_norm",
-        "gradients.guard": "StepGuard",
-        "gradients.limits": "GradLimits NormGroup",
-        "gradients.result": "StepResult",
-        "gradients.scaler": "LossScale ScaleState",
-        "parameters.group": "default_decay_filter",
-        "parameters.matrix": "is_hidden_matrix",
-        "parameters.override": "GroupOverride mup_overrides",
-        "rules.orthogonal": "Orthogonalization",
-        "rules.rule": "Batch Rule",
-        "state.ema": "EMA",
-        "state.storage": "StateStorage",
-    },
-)
+__getattr__ = resolve_later(__name__)

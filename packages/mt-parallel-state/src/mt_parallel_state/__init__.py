@@ -126,11 +126,4 @@ __all__ = [
 ]
 
 # What apps call once is resolved at first use, to keep the import of a model short.
-__getattr__ = resolve_later(
-    __name__,
-    environment="DistributedEnv detect_env",
-    job="PeerLostError init_process_group is_out_of_memory joined leave_process_group must_launch",
-    launcher="launch",
-    signals="stop_signals StopSignals",
-    store="JoinError",
-)
+__getattr__ = resolve_later(__name__)

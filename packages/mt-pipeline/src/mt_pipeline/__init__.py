@@ -34,10 +34,4 @@ __all__ = [
 ]
 
 # Resolved at first use, so that an import stays light.
-__getattr__ = resolve_later(
-    __name__,
-    **{
-        "bridge": "Box Bridge Move batch_boxes layout_boxes plan_moves",
-        "executor": "Executor",
-    },
-)
+__getattr__ = resolve_later(__name__)

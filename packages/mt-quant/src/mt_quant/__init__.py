@@ -15,7 +15,6 @@ from mt_quant.layers.shape import LinearShape
 
 if TYPE_CHECKING:
     from mt_quant.calibration.kv_cache import KVCalibrator, KVScales, KVScheme
-    from mt_quant.calibration.magnitudes import Magnitudes, find_range
     from mt_quant.calibration.statistics import Statistics
     from mt_quant.checkpoints.installation import compressed_state, install, stored_layer
     from mt_quant.checkpoints.kv_layout import (
@@ -28,13 +27,14 @@ if TYPE_CHECKING:
     from mt_quant.checkpoints.layout import Layout
     from mt_quant.checkpoints.stored import StoredLinear, join_rows
     from mt_quant.checkpoints.writing import LayoutWriter
+    from mt_quant.layers.shared_input import SharedInput
     from mt_quant.methods.awq import awq
     from mt_quant.methods.gptq import gptq
     from mt_quant.methods.output_error import output_error
     from mt_quant.methods.registry import rtn
     from mt_quant.methods.smoothquant import smoothquant
     from mt_quant.methods.svdquant import svdquant
-    from mt_quant.models.folding import SharedInput, fold_scales
+    from mt_quant.models.folding import fold_scales
     from mt_quant.models.input_scales import fold_input_scales
     from mt_quant.models.loading import load_quantized
     from mt_quant.models.quantize import Progress, quantize
@@ -59,7 +59,6 @@ __all__ = [
     "Layout",
     "LayoutWriter",
     "LinearShape",
-    "Magnitudes",
     "ModelSizes",
     "Progress",
     "QuantizationConfig",
@@ -76,7 +75,6 @@ __all__ = [
     "choose_formats",
     "common_kv_format",
     "compressed_state",
-    "find_range",
     "fold_input_scales",
     "fold_scales",
     "gptq",
@@ -98,34 +96,4 @@ __all__ = [
 ]
 
 # Imported at first use: a program needs few of these, and each costs time to import.
-__getattr__ = resolve_later(
-    __name__,
-    **{
-        "calibration.kv_cache": "KVCalibrator KVScales KVScheme",
-        "calibration.magnitudes": "Magnitudes find_range",
-        "checkpoints.installation": "compressed_state install stored_layer",
-        "checkpoints.kv_layout": (
-            "KV_LEAVES common_kv_format kv_format_of read_kv_scales write_kv_scales"
-        ),
-        "checkpoints.layout": "Layout",
-        "checkpoints.stored": "StoredLinear join_rows",
-        "checkpoints.writing": "LayoutWriter",
-        "methods.awq": "awq",
-        "methods.gptq": "gptq",
-        "methods.output_error": "output_error",
-        "methods.registry": "rtn",
-        "methods.smoothquant": "smoothquant",
-        "methods.svdquant": "svdquant",
-        "models.folding": "SharedInput fold_scales",
-        "models.input_scales": "fold_input_scales",
-        "models.loading": "load_quantized",
-        "models.quantize": "Progress quantize",
-        "models.sensitivity": "choose_formats measure_costs",
-        "models.sizes": "ModelSizes",
-        "calibration.statistics": "Statistics",
-        "rules.config": "QuantizationConfig",
-        "rules.recipes": "RECIPES",
-        "rules.rule": "Decision Rule ShapeCondition",
-        "training.fake_quantization": "FakeQuantizer training_obstacle",
-    },
-)
+__getattr__ = resolve_later(__name__)

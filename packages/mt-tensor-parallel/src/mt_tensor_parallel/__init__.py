@@ -62,10 +62,4 @@ __all__ = [
 
 # Adapters, quantised products and the loss, which needs mt-fusions, are imported at first use, so
 # that a program with only the layers starts quickly.
-__getattr__ = resolve_later(
-    __name__,
-    head_loss="block_rows linear_cross_entropy linear_cross_entropy_and_z",
-    lora="LoraLinear add_lora set_lora_step",
-    lora_files="lora_state save_lora",
-    quantized="QuantizedGemm quantize_gemms",
-)
+__getattr__ = resolve_later(__name__)

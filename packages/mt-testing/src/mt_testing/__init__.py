@@ -58,22 +58,7 @@ __all__ = [
 
 # Names are resolved on first use: pytest imports this package in every session, for its plugin,
 # and must not pay for torch there.
-__getattr__ = resolve_later(
-    __name__,
-    benchmark="environment quartiles ratios shown take_turns write_report",
-    calls="Call recorded_ranks replay",
-    covering="pairwise",
-    device_work="DeviceWork",
-    errors="CommunicationError RankDied RankFailure RankTimeout",
-    fake="fake_world",
-    faults="KillAt expect_kill",
-    pool="RankPool",
-    programs="Programs",
-    sampling="sample",
-    strategies="layouts",
-    syncs="HostSyncs",
-    tolerances="assert_close tolerance",
-)
+__getattr__ = resolve_later(__name__)
 
 
 def __dir__() -> list[str]:

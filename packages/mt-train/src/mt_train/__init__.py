@@ -26,12 +26,4 @@ __all__ = [
 ]
 
 # Resolved at first use, so that the command line answers before torch is imported.
-__getattr__ = resolve_later(
-    __name__,
-    **{
-        "config.run_config": "RunConfig",
-        "config.loading": "LoadedConfig load_config to_yaml",
-        "session.run": "Outcome run",
-        "training.trainer": "Trainer",
-    },
-)
+__getattr__ = resolve_later(__name__)

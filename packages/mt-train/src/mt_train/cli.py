@@ -30,19 +30,25 @@ _BAD_CONFIG = 2
 _STOPPED = os.EX_TEMPFAIL  # 75: the same command continues
 
 
+_Overrides = Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")]
+
+
 @dataclass(kw_only=True)
-class Run:
+class _OfFile:
+    config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
+    """The run's YAML file."""
+    overrides: _Overrides = field(default_factory=list)
+    """Changes such as parallel.tp=2 training.steps=100, anywhere on the line."""
+
+
+@dataclass(kw_only=True)
+class Run(_OfFile):
     """Train from a YAML file; the same command continues an interrupted run.
 
-    Runs alone, on `--nproc` local processes, or as one rank under torchrun or srun.
+    Runs alone, on `--nproc` local processes, or as one rank under torchrun or srun. The config.yaml
+    of a run folder continues that run.
     """
 
-    config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
-    """The run's YAML file; the config.yaml of a run folder continues that run."""
-    overrides: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")] = (
-        field(default_factory=list)
-    )
-    """Changes such as parallel.tp=2 training.steps=100, anywhere on the line."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Run folder; by default runs/<name of the YAML file>."""
     nproc: int = 1
@@ -50,27 +56,13 @@ class Run:
 
 
 @dataclass(kw_only=True)
-class Config:
+class Config(_OfFile):
     """Print the resolved YAML: every default and the model filled in, overrides applied."""
-
-    config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
-    """The run's YAML file."""
-    overrides: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")] = (
-        field(default_factory=list)
-    )
-    """Changes such as parallel.tp=2, anywhere on the line."""
 
 
 @dataclass(kw_only=True)
-class Memory:
+class Memory(_OfFile):
     """Print the memory that each rank needs, for several plans of recomputation, without a run."""
-
-    config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")]
-    """The run's YAML file."""
-    overrides: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")] = (
-        field(default_factory=list)
-    )
-    """Changes such as parallel.tp=2 parallel.dp=8, anywhere on the line."""
 
 
 @dataclass(kw_only=True)
@@ -87,9 +79,7 @@ class Keys:
 class Quickstart:
     """Train a small GPT on Python's own source code in a few minutes, with no download."""
 
-    overrides: Annotated[tyro.conf.Positional[list[str]], tyro.conf.arg(metavar="KEY=VALUE")] = (
-        field(default_factory=list)
-    )
+    overrides: _Overrides = field(default_factory=list)
     """Changes such as data.max_files=100, anywhere on the line."""
     steps: int | None = None
     """Train exactly this many steps instead of for a fixed time."""

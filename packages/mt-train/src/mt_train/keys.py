@@ -57,20 +57,16 @@ class Section:
 
 def sections() -> tuple[Section, ...]:
     """Return all sections, as the dataclasses have them."""
-    hints = hints_of(RunConfig).items()
-    found = [_section(name, hint) for name, hint in hints if dataclasses.is_dataclass(hint)]
-    lists = [
-        Key(name=name, type=describe(hint), default="[]", meaning=_docstring(RunConfig)[1][name])
-        for name, hint in hints
-        if not dataclasses.is_dataclass(hint)
-    ]
-    return (
-        *found,
-        *(
-            Section(name=key.name, text="Kinds of layers of your own.", keys=(key,))
-            for key in lists
-        ),
+    hints, meanings = hints_of(RunConfig), _docstring(RunConfig)[1]
+    found = [_section(n, hint) for n, hint in hints.items() if dataclasses.is_dataclass(hint)]
+    plugins = Key(
+        name="plugins",
+        type=describe(hints["plugins"]),
+        default="[]",
+        meaning=meanings["plugins"],
     )
+    text = "Kinds of layers of your own."
+    return (*found, Section(name="plugins", text=text, keys=(plugins,)))
 
 
 def explain(names: list[str]) -> str:

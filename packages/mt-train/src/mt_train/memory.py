@@ -134,7 +134,7 @@ def _rank(
     ranks = range(layout.world_size)
     rank = next(r for r in ranks if layout.coordinates(r)["pp"] == index)
     held = [stage % plan.schedule.depth for stage in plan.schedule.stages_of(index)]
-    layers = [plan.layers[stage] for stage in held]
+    layers = plan.layers_of(index)
     found: dict[str, PlanMemory] = {}
     with _world_of(layout, rank):
         base = _flops(config, model, layout, layers, "none")

@@ -130,8 +130,8 @@ class _Writer:
                 made = write_kv_scales(scheme)
             except QuantizationError as error:
                 raise ExchangeError(str(error)) from error
-            names = self._layout.kv_names(list(made))
-            self._scales |= {f"{name}.{names[leaf]}": scale for leaf, scale in made.items()}
+            names = self._layout.kv_names
+            self._scales |= {f"{name}.{names.get(leaf, leaf)}": x for leaf, x in made.items()}
         scales = self._scales.items()
         return [Planned(name=n, shape=tuple(t.shape), dtype=t.dtype) for n, t in scales]
 

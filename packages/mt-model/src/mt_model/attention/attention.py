@@ -34,13 +34,12 @@ from mt_model.block.kv_rounding import rounded
 from mt_model.block.norm import RMSNorm, build_rms_norm
 from mt_model.block.recomputation import recomputed
 from mt_model.block.shard_context import ShardContext
-from mt_model.block.shared_input import SharedInput
 from mt_model.block.stream import StreamConfig
 from mt_model.kernels.config import Kernels
 from mt_model.rope.rotary import RotaryTable
 
 if TYPE_CHECKING:
-    from mt_quant import KVFormat
+    from mt_quant import KVFormat, SharedInput
 
     from mt_model.attention.config import AttentionConfig
 
@@ -234,6 +233,8 @@ class Attention(nn.Module):
 
     def shared_inputs(self) -> Iterator[SharedInput]:
         """Yield the input of the output projection, which averages values."""
+        from mt_quant import SharedInput  # only quantisation needs it
+
         own = self.queries * (1 + self.output_gate) + 2
         rows = torch.arange(self.total_kv_heads * own * self.head_dim)
         values = rows.view(self.total_kv_heads, own, self.head_dim)[:, -1:]

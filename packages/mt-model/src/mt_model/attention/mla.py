@@ -23,11 +23,11 @@ from mt_model.block.initial import start_from
 from mt_model.block.kv_rounding import rounded
 from mt_model.block.norm import build_rms_norm
 from mt_model.block.shard_context import ShardContext
-from mt_model.block.shared_input import SharedInput, behind_norm
+from mt_model.block.shared_input import behind_norm
 from mt_model.block.stream import StreamConfig
 
 if TYPE_CHECKING:
-    from mt_quant import KVFormat
+    from mt_quant import KVFormat, SharedInput
 
     from mt_model.attention.mla_config import MLAConfig
 

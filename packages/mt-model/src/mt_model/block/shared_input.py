@@ -3,36 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from mt_tensor_parallel import ColumnParallelLinear
-from torch import Tensor, nn
+from torch import nn
+
+if TYPE_CHECKING:
+    from mt_quant import SharedInput
 
 LINEAR = nn.Linear | ColumnParallelLinear
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SharedInput:
-    """Linear layers that multiply the same input, and the module whose weight scales the input.
-
-    A scale for each feature of the input can be moved between them, as mt-quant does.
-
-    Attributes:
-        layers: All linear layers that multiply the input.
-        source: The norm or linear layer before them.
-        rows: Output of a linear source that makes each feature, by index in the whole weight; None
-            for their order.
-        offset: Number that a norm adds to its weight.
-
-    Shape:
-        rows: int64 [in].
-    """
-
-    layers: tuple[nn.Module, ...]
-    source: nn.Module
-    rows: Tensor | None = None
-    offset: float = 0.0
 
 
 @runtime_checkable
@@ -60,6 +39,8 @@ def behind_norm(norm: nn.Module | None, *branches: nn.Module | None) -> Iterator
         norm: The norm; without a weight there is no such input.
         branches: All readers: linear layers, or mixers and feed-forwards.
     """
+    from mt_quant import SharedInput  # only quantisation needs it
+
     layers: list[nn.Module] = []
     for branch in branches:
         if isinstance(branch, ReadsByLinears):

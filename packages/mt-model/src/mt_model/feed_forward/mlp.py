@@ -18,11 +18,12 @@ from mt_model.block.dropout import DropoutSite, hidden_index
 from mt_model.block.initial import start_from
 from mt_model.block.recomputation import discard_between
 from mt_model.block.shard_context import ShardContext
-from mt_model.block.shared_input import SharedInput
 from mt_model.block.stream import StreamConfig
 from mt_model.kernels.activation import PlainActivation
 
 if TYPE_CHECKING:
+    from mt_quant import SharedInput
+
     from mt_model.feed_forward.mlp_config import MLPConfig
 
 
@@ -83,6 +84,8 @@ class MLP(nn.Module):
 
     def shared_inputs(self) -> Iterator[SharedInput]:
         """Yield the input of the projection back, where a gate alone is activated."""
+        from mt_quant import SharedInput  # only quantisation needs it
+
         config = self.config
         if config.gated and config.clamp is None and not config.up_offset:
             rows = torch.arange(config.ffn_size, 2 * config.ffn_size)

@@ -48,9 +48,6 @@ def calibrate_kv_cache(
     model: GPT,
     batches: Iterable[Tensor | Mapping[str, Any]],
     format: KVFormat | str | Mapping[int, KVFormat],
-    *,
-    by: str = "max",
-    percentile: float = 99.99,
 ) -> dict[int, KVScheme]:
     """Return schemes for a model's keys and values, with scales measured on batches.
 
@@ -62,8 +59,6 @@ def calibrate_kv_cache(
         model: Whole model in evaluation mode.
         batches: Tokens, [B, S], of equal length in a batch; or mappings of the model's arguments.
         format: Format of all layers, or formats of some layers by index.
-        by: Rule for the range of values: see `mt_quant.find_range`.
-        percentile: Percentile for `by="percentile"`.
 
     Raises:
         QuantizationError: There is no such format, or no layer keeps keys and values.
@@ -82,9 +77,7 @@ def calibrate_kv_cache(
             calibrator.update(str(index), key, value)
     schemes = {i: KVScheme(format=each) for i, each in format.items() if i not in static}
     for each in dict.fromkeys(static.values()):  # in the same order on every rank
-        shared = "layer" if each.group == "tensor" else "head"
-        how = {"by": by, "percentile": percentile, "group": model.shard.group}
-        found = calibrator.scales(limit=each.limit, each=shared, **how)
+        found = calibrator.scales(each, group=model.shard.group)
         for index in (i for i, used in static.items() if used == each):
             scales = found[str(index)]
             key, value = (_whole(x, index, model) for x in (scales.key, scales.value))

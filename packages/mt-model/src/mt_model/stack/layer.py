@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from mt_fusions import RESIDUAL
@@ -24,10 +24,13 @@ from mt_model.block.recomputation import (
 )
 from mt_model.block.residual import Stream, added, apart, normed
 from mt_model.block.shard_context import ShardContext
-from mt_model.block.shared_input import SharedInput, SharesInputs, behind_norm
+from mt_model.block.shared_input import SharesInputs, behind_norm
 from mt_model.recompute.plan import WORDS
 from mt_model.stack.config import StackConfig
 from mt_model.stack.layer_config import LayerConfig
+
+if TYPE_CHECKING:
+    from mt_quant import SharedInput
 
 Step: TypeAlias = Callable[[Any, ForwardContext], tuple[Any, Losses]]
 """A layer, or one of its branches: from the residual stream to the next, with its losses."""

@@ -35,7 +35,6 @@ from mt_model.block.entry import MixerConfig
 from mt_model.block.losses import Losses, add_losses, sum_losses
 from mt_model.block.norm import stream_norm
 from mt_model.block.shard_context import ShardContext
-from mt_model.block.shared_input import SharedInput
 from mt_model.kernels.choice import ChoosesKernels
 from mt_model.kernels.config import Kernels
 from mt_model.kernels.dtype import DTYPES
@@ -53,7 +52,7 @@ from mt_model.stack.layer import Step, TransformerLayer, Wrap
 from mt_model.stack.validation import validate_context, validate_split
 
 if TYPE_CHECKING:
-    from mt_quant import KVScheme
+    from mt_quant import KVScheme, SharedInput
 
 # What a pass in parts hands on: activation, losses, tables of biases, and what has no gradient.
 _Parted: TypeAlias = tuple[Tensor, Losses, dict[str, Tensor], ForwardContext]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-from mt_files import check_type
 from mt_parallel_state import Group
 from torch import Tensor
 
-from mt_quant.calibration.magnitudes import Magnitudes, find_range
 from mt_quant.error import CalibrationError, QuantizationError
 from mt_quant.formats.kv_format import KVFormat
 
@@ -63,12 +60,13 @@ class KVCalibrator:
     Example:
         >>> calibrator = KVCalibrator()
         >>> calibrator.update("layers.0", torch.ones(1, 5, 2, 8), torch.ones(1, 5, 2, 8))
-        >>> calibrator.scales(limit=127)["layers.0"].key.shape
+        >>> calibrator.scales(KVFormat.named("int8-head"))["layers.0"].key.shape
         torch.Size([2])
     """
 
-    _seen: dict[str, tuple[Magnitudes, Magnitudes]] = field(default_factory=dict)
+    _largest: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    @torch.no_grad()
     def update(self, layer: str, key: Tensor, value: Tensor) -> None:
         """Add the keys and values that a layer's cache would hold.
 
@@ -79,65 +77,48 @@ class KVCalibrator:
             QuantizationError: A tensor has a wrong shape or number of heads.
             CalibrationError: A value is not finite.
         """
+        known = self._largest.get(layer)
+        heads = key.shape[2] if known is None else len(known[0])
         for name, tensor in (("key", key), ("value", value)):
-            check_type(name, tensor, Tensor)
-            if tensor.dim() != 4 or tensor.shape[2] != key.shape[2]:
+            if tensor.dim() != 4 or tensor.shape[2] != heads:
                 raise QuantizationError(
                     f"{layer}: {name} has shape {tuple(tensor.shape)}, expected [batch, tokens, "
-                    "heads, head_dim], with as many heads as the keys"
+                    f"heads, head_dim], with {heads} heads"
                 )
-        if layer not in self._seen:
-            heads = key.shape[2]
-            self._seen[layer] = (
-                Magnitudes(heads, device=key.device),
-                Magnitudes(heads, device=key.device),
+        found = key.abs().amax((0, 1, 3)).float(), value.abs().amax((0, 1, 3)).float()
+        if not bool(torch.stack(found).isfinite().all()):
+            raise CalibrationError(
+                f"{layer}: keys or values are not finite; the model or its calibration data gives "
+                "NaN or infinity here"
             )
-        for magnitudes, tensor in zip(self._seen[layer], (key, value), strict=True):
-            try:
-                magnitudes.update(tensor.transpose(0, 2).flatten(1))
-            except QuantizationError as error:
-                raise type(error)(f"{layer}: {error}") from error
+        if known is not None:
+            found = torch.maximum(known[0], found[0]), torch.maximum(known[1], found[1])
+        self._largest[layer] = found
 
-    def scales(
-        self,
-        *,
-        limit: float = 448.0,
-        by: str = "max",
-        percentile: float = 99.99,
-        each: Literal["head", "layer"] = "head",
-        group: Group = None,
-    ) -> Mapping[str, KVScales]:
-        """Return each layer's scales: the range from `find_range` divided by the largest code.
+    def scales(self, format: KVFormat, *, group: Group = None) -> Mapping[str, KVScales]:
+        """Return each layer's scales: the largest magnitude divided by the largest code.
 
         Args:
-            limit: Largest code: 448 for e4m3, 127 for int8.
-            by: See `find_range`.
-            percentile: See `find_range`.
-            each: Whether each head has a scale, or all heads use the layer's largest one.
-            group: Ranks with other heads of the same layers, in the same order. With
-                `each="layer"`, an all-reduce (MAX) runs for each layer.
+            format: Static format: its group is a head, or all heads of the layer.
+            group: Ranks with other heads of the same layers, in the same order. Where all heads of
+                a layer share a scale, an all-reduce (MAX) runs for its keys and for its values.
 
         Raises:
             CalibrationError: There was no batch.
-            QuantizationError: An argument is out of range.
         """
-        if not 0 < limit < float("inf"):
-            raise QuantizationError(f"limit must be above 0 and finite, got {limit}")
-        if each not in ("head", "layer"):
-            raise QuantizationError(f"each must be 'head' or 'layer', got {each!r}")
-        if not self._seen:
+        if not self._largest:
             raise CalibrationError("no keys and values were seen; run at least one batch")
 
-        def scale(magnitudes: Magnitudes) -> Tensor:
-            found = find_range(magnitudes, by, percentile=percentile) / limit
-            if each == "layer":
-                largest = found.amax()
+        def scale(largest: Tensor) -> Tensor:
+            found = largest / format.limit
+            if format.group == "tensor":
+                most = found.amax()
                 if group is not None:
-                    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-                found = largest.repeat(len(found))
+                    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+                found = most.repeat(len(found))
             return torch.where(found > 0, found, 1.0)
 
         return {
             layer: KVScales(key=scale(key), value=scale(value))
-            for layer, (key, value) in self._seen.items()
+            for layer, (key, value) in self._largest.items()
         }

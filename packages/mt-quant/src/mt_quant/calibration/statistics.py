@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from mt_parallel_state import group_size
-from torch import Tensor
+from torch import Tensor, nn
 
 from mt_quant.error import CalibrationError
 from mt_quant.layers.shape import LinearShape
@@ -21,19 +20,15 @@ class Statistics:
     Attributes:
         tokens: Number of tokens.
         abs_max: Largest magnitude of each feature.
-        second_moment: Mean square of each feature.
         hessian: Mean product of each pair of features.
-        output_max: Largest magnitude of the output.
 
     Shape:
-        abs_max, second_moment: [in]. hessian: [in, in]. output_max: []. All fp32.
+        abs_max: [in]. hessian: [in, in]. Both fp32.
     """
 
     tokens: int
     abs_max: Tensor | None = None
-    second_moment: Tensor | None = None
     hessian: Tensor | None = None
-    output_max: Tensor | None = None
 
 
 class Collector:
@@ -50,11 +45,12 @@ class Collector:
     def __init__(self, name: str, shape: LinearShape, needs: Set[str]) -> None:
         self.name, self.shape, self.needs = name, shape, needs
         self.tokens = 0
-        self._sums: dict[str, Tensor] = {}
+        self._abs_max: Tensor | None = None
+        self._products: Tensor | None = None
 
     @torch.no_grad()
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """Add the input and output of one call.
+    def add(self, x: Tensor) -> None:
+        """Add the input of one call.
 
         Raises:
             CalibrationError: A value is not finite.
@@ -67,13 +63,11 @@ class Collector:
             )
         self.tokens += rows.shape[0]
         if "abs_max" in self.needs and rows.shape[0]:
-            self._largest("abs_max", rows.abs().amax(0))
-        if "output_max" in self.needs and y.numel():
-            self._largest("output_max", self._output_max(y))
-        if "second_moment" in self.needs:
-            self._add("second_moment", rows.square().sum(0))
+            largest, known = rows.abs().amax(0), self._abs_max
+            self._abs_max = largest if known is None else torch.maximum(known, largest)
         if "hessian" in self.needs:
-            self._add("hessian", rows.t() @ rows)
+            products, known = rows.t() @ rows, self._products
+            self._products = products if known is None else known.add_(products)
 
     def result(self) -> Statistics:
         """Return the statistics of all batches.
@@ -86,22 +80,15 @@ class Collector:
                 f"{self.name} saw no input in calibration; give more data (an expert may be rare), "
                 "or this layer a rule with method rtn and dynamic scales"
             )
-        means = {
-            name: total / self.tokens if name in ("second_moment", "hessian") else total
-            for name, total in self._sums.items()
-        }
-        return Statistics(tokens=self.tokens, **means)
+        hessian = None if self._products is None else self._products / self.tokens
+        return Statistics(tokens=self.tokens, abs_max=self._abs_max, hessian=hessian)
 
-    def _output_max(self, y: Tensor) -> Tensor:
-        largest = y.abs().amax().float()
-        if self.shape.split == "outputs" and group_size(self.shape.group) > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.shape.group)
-        return largest
 
-    def _add(self, name: str, value: Tensor) -> None:
-        known = self._sums.get(name)
-        self._sums[name] = value if known is None else known.add_(value)
-
-    def _largest(self, name: str, value: Tensor) -> None:
-        known = self._sums.get(name)
-        self._sums[name] = value if known is None else torch.maximum(known, value)
+@contextmanager
+def observed(layer: nn.Module, collector: Collector) -> Iterator[None]:
+    """Let a collector see the inputs of a layer."""
+    handle = layer.register_forward_hook(lambda _, args, y: collector.add(args[0]))
+    try:
+        yield
+    finally:
+        handle.remove()

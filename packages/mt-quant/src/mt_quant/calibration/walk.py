@@ -80,9 +80,9 @@ class Walk:
         self._made: dict[str, nn.Module] = {}
         self._before: dict[str, Any] = {}
         self._looking = False
-        self._observe: Callable[[Tensor, Tensor], None] | None = None
+        self._observe: Callable[[Tensor], None] | None = None
         settings = _thread_settings()
-        self._forwards = [_Forward(_call(model, batch), settings) for batch in batches]
+        self._forwards = [_Forward(call_of(model, batch), settings) for batch in batches]
 
     @contextmanager
     def running(self) -> Iterator[Iterator[str]]:
@@ -113,7 +113,7 @@ class Walk:
             for module, training in modes.items():
                 module.training = training
 
-    def look(self, observe: Callable[[Tensor, Tensor], None] | None = None) -> None:
+    def look(self, observe: Callable[[Tensor], None] | None = None) -> None:
         """Run the current stage for every batch; all batches still wait before it afterwards.
 
         Args:
@@ -159,9 +159,9 @@ class Walk:
             if self._looking:
                 # A stage may change its arguments in place, so it gets copies.
                 copies = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
-                y = forward(*copies[0], **copies[1])  # observed only; no later stage reads it
+                forward(*copies[0], **copies[1])  # for its hooks; no later stage reads it
                 if self._observe is not None:
-                    self._observe(copies[0][0], y)
+                    self._observe(copies[0][0])
                 thread.stop_at(name)
             made = self._made.get(name)
             return (forward if made is None else made)(*args, **kwargs)
@@ -176,7 +176,8 @@ class Walk:
             module.forward = self._before[name]
 
 
-def _call(model: nn.Module, batch: Any) -> Callable[[], object]:
+def call_of(model: nn.Module, batch: Any) -> Callable[[], object]:
+    """Return a call of the model with a batch: a mapping of arguments, a list of them, or one."""
     if isinstance(batch, Mapping):
         return lambda: model(**batch)
     if isinstance(batch, tuple | list):

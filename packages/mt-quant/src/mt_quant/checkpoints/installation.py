@@ -108,7 +108,6 @@ def stored_layer(layer: QuantizedLinear) -> StoredLinear:
     extras = {
         "a scale for each input feature": layer.input_scale,
         "an added product of low rank": layer.low_rank_down,
-        "a format of its output": layer.output,
     }
     found = [name for name, value in extras.items() if value is not None]
     if found:

@@ -33,7 +33,7 @@ _ALGORITHMS: Mapping[tuple[str, str], str] = {
     ("nvfp4", "None"): "W4A16_NVFP4",
 }
 _GROUPS: Mapping[str, int] = {"MXFP8": 32, "W4A16_NVFP4": 16}
-_KEYS = ("k_proj.k_scale", "v_proj.v_scale")
+KV_NAMES: Mapping[str, str] = {"k_scale": "k_proj.k_scale", "v_scale": "v_proj.v_scale"}
 
 
 def describe_modelopt(
@@ -102,11 +102,6 @@ def write_modelopt(layer: StoredLinear, dtype: torch.dtype) -> dict[str, Tensor]
     if layer.step is not None:
         made["input_scale"] = layer.step.float().view(())
     return made
-
-
-def kv_names(names: Sequence[str]) -> dict[str, str]:
-    """Return the layout's names of the scales of keys and values."""
-    return dict(zip(names, _KEYS, strict=True))
 
 
 def read_modelopt(

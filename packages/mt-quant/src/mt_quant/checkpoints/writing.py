@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from mt_files import did_you_mean, shorten
@@ -13,21 +13,6 @@ from torch import Tensor
 from mt_quant.checkpoints import compressed, modelopt
 from mt_quant.checkpoints.stored import StoredLinear
 from mt_quant.error import QuantizationError
-from mt_quant.formats.format import InputFormat, WeightFormat
-from mt_quant.formats.kv_format import KVFormat
-
-
-class Describe(Protocol):
-    """Function that returns a `quantization_config`; see `describe_compressed`."""
-
-    def __call__(
-        self,
-        layers: Mapping[str, tuple[WeightFormat, InputFormat | None]],
-        kv_cache: KVFormat | None = None,
-        kept: Sequence[str] = (),
-    ) -> dict[str, Any]:
-        """Return the description, or raise QuantizationError for a format the layout lacks."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +20,18 @@ class LayoutWriter:
     """Layout in which a folder of Hugging Face stores quantised layers.
 
     Attributes:
-        name: Value of `quant_method`.
-        describe: Returns the `quantization_config`.
+        describe: Returns the `quantization_config` of layers by name (pairs of a `WeightFormat` and
+            an `InputFormat` or None), the `KVFormat` of keys and values or None, and the names of
+            matrices that are kept.
         write: Returns the tensors of a layer, by the last part of their names.
-        kv_names: Maps the names of the scales of keys and values to the layout's own names.
+        kv_names: The layout's own names for the scales of keys and values.
         files: Returns the files beside config.json, by name, from the `quantization_config`.
     """
 
-    name: str
-    describe: Describe
+    describe: Callable[..., dict[str, Any]]
     write: Callable[[StoredLinear, torch.dtype], dict[str, Tensor]]
-    kv_names: Callable[[Sequence[str]], dict[str, str]]
-    files: Callable[[Mapping[str, Any]], dict[str, bytes]]
+    kv_names: Mapping[str, str] = field(default_factory=dict)
+    files: Callable[[Mapping[str, Any]], dict[str, bytes]] = lambda described: {}
 
     @classmethod
     def of(cls, name: str) -> LayoutWriter:
@@ -63,21 +48,13 @@ class LayoutWriter:
 
 
 WRITERS: Mapping[str, LayoutWriter] = {
-    writer.name: writer
-    for writer in (
-        LayoutWriter(
-            name=compressed.METHOD,
-            describe=compressed.describe_compressed,
-            write=compressed.write_compressed,
-            kv_names=lambda names: {name: name for name in names},
-            files=lambda described: {},
-        ),
-        LayoutWriter(
-            name=modelopt.METHOD,
-            describe=modelopt.describe_modelopt,
-            write=modelopt.write_modelopt,
-            kv_names=modelopt.kv_names,
-            files=modelopt.files_of,
-        ),
-    )
+    compressed.METHOD: LayoutWriter(
+        describe=compressed.describe_compressed, write=compressed.write_compressed
+    ),
+    modelopt.METHOD: LayoutWriter(
+        describe=modelopt.describe_modelopt,
+        write=modelopt.write_modelopt,
+        kv_names=modelopt.KV_NAMES,
+        files=modelopt.files_of,
+    ),
 }

@@ -12,17 +12,15 @@ from mt_parallel_state import shard_param, sharding_of
 from torch import Tensor, nn
 
 from mt_quant.error import QuantizationError
-from mt_quant.formats.activation import round_activation
 from mt_quant.formats.format import InputFormat, WeightFormat
 from mt_quant.formats.weight import QuantizedMatrix, QuantizedWeight
 from mt_quant.layers.matmul import MATMULS, Operands, Product
 from mt_quant.layers.shape import LinearShape
 
-_STEPS = {"input_step": "11", "output_step": "11"}
-_KEPT = ("weight_scale", "weight_level", "input_scale", *_STEPS)  # `to` leaves their dtypes
+_KEPT = ("weight_scale", "weight_level", "input_scale", "input_step")  # `to` leaves their dtypes
 CODES = (
     *("weight_data", "weight_scale", "weight_zero", "weight_level", "input_scale"),
-    *("low_rank_down", "low_rank_up", *_STEPS),
+    *("low_rank_down", "low_rank_up", "input_step"),
 )
 """Names of the tensors that a layer's state may contain, besides its bias."""
 
@@ -36,13 +34,12 @@ class QuantizedLinear(nn.Module):
     Gradients flow to the input and pass the rounding unchanged.
 
     State: `weight_data`, `weight_scale`, and optionally `weight_zero`, `weight_level`, `bias`,
-    `input_scale`, `input_step`, `output_step`, `low_rank_down`, `low_rank_up`.
+    `input_scale`, `input_step`, `low_rank_down`, `low_rank_up`.
 
     Args:
         shape: Shape of the weight on this rank.
         format: Number format of the weight.
         input: Format to round the input to; None leaves it.
-        output: Format to round the output to; None leaves it.
         kernel: Name of a candidate of `quantized_matmul`; "auto" is the first that serves.
 
     Shape:
@@ -56,7 +53,6 @@ class QuantizedLinear(nn.Module):
     bias: nn.Parameter | None
     input_scale: nn.Parameter | None
     input_step: nn.Parameter | None
-    output_step: nn.Parameter | None
     low_rank_down: nn.Parameter | None
     low_rank_up: nn.Parameter | None
     _like: Tensor
@@ -67,13 +63,12 @@ class QuantizedLinear(nn.Module):
         format: WeightFormat,
         *,
         input: InputFormat | None = None,
-        output: InputFormat | None = None,
         kernel: str = AUTO,
     ) -> None:
         super().__init__()
         self.shape, self.format = shape, format
         self.selector = Selector(MATMULS, kernel)
-        self.input, self.output = input, output
+        self.input = input
         for name in (*CODES, "bias"):
             self.register_parameter(name, None)
         self.register_buffer("_like", torch.empty(0), persistent=False)  # follows `to`
@@ -90,7 +85,6 @@ class QuantizedLinear(nn.Module):
         *,
         format: WeightFormat,
         input: InputFormat | None = None,
-        output: InputFormat | None = None,
     ) -> Self:
         """Return a layer that replaces `layer`, with the tensors that `tensors_of` returned.
 
@@ -100,15 +94,14 @@ class QuantizedLinear(nn.Module):
             tensors: This rank's codes and scales by name.
             format: See the constructor.
             input: See the constructor.
-            output: See the constructor.
 
         Raises:
             QuantizationError: A tensor is missing, unknown, or does not fit the weight.
         """
-        own = cls(shape, format, input=input, output=output)
+        own = cls(shape, format, input=input)
         weight = cast("nn.Parameter", layer.weight)
         own._like = weight.detach().new_empty(0)
-        check_tensors(tensors, shape, format, input, output)
+        check_tensors(tensors, shape, format, input)
         for name, tensor in tensors.items():
             letters = dims_of(name, format)
             device = tensor.device if weight.is_meta else weight.device
@@ -190,8 +183,6 @@ class QuantizedLinear(nn.Module):
         bias = self.bias if with_bias else None
         if bias is not None:
             y = y + (bias if bias.dim() == 1 else bias.flatten()).to(y.dtype)
-        if self.output is not None:
-            y = self._round_output(y, self.output)
         return y.unflatten(-1, shape.outputs) if len(shape.outputs) > 1 else y
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -229,12 +220,6 @@ class QuantizedLinear(nn.Module):
             self._prepared[product] = product.prepare(weight)
         operands.prepared = self._prepared[product]
         return product.run(operands)
-
-    def _round_output(self, y: Tensor, format: InputFormat) -> Tensor:
-        group = self.shape.group if self.shape.split == "outputs" else None
-        rows = y.flatten(0, -2) if y.dim() > 1 else y[None]
-        rounded = round_activation(rows, format, step=self.output_step, group=group).view_as(y)
-        return y + (rounded - y.detach()) if y.requires_grad else rounded
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002 - torch's own
         """Apply a conversion, but keep the dtypes of scales, which belong to the codes."""
@@ -278,7 +263,7 @@ class QuantizedLinear(nn.Module):
         shape = self.shape
         return (
             f"outputs={shape.outputs}, inputs={shape.inputs}, split={shape.split}, "
-            f"weight={self.format}, input={self.input}, output={self.output}, "
+            f"weight={self.format}, input={self.input}, "
             f"bias={self.bias is not None}, kernel={self.selector.name!r}"
         )
 
@@ -313,7 +298,7 @@ def dims_of(name: str, format: WeightFormat) -> str:
     scale = "oi" if isinstance(group, int) else {"channel": "o1"}.get(group, "11")
     dims = {"weight_data": "oi", "weight_scale": scale, "weight_zero": scale}
     dims |= {"weight_level": "11", "input_scale": "i", "low_rank_down": "ri", "low_rank_up": "or"}
-    return (dims | _STEPS)[name]
+    return (dims | {"input_step": "11"})[name]
 
 
 def tensors_of(
@@ -348,14 +333,12 @@ def check_tensors(
     shape: LinearShape,
     format: WeightFormat,
     input: InputFormat | None,
-    output: InputFormat | None,
 ) -> None:
     """Refuse codes without their scales, or with the wrong shape."""
     needed = {"weight_data", "weight_scale"}
     needed |= set() if format.symmetric else {"weight_zero"}
     needed |= {"weight_level"} if format.type == "nvfp4" else set()
     needed |= {"input_step"} if input is not None and not input.dynamic else set()
-    needed |= {"output_step"} if output is not None and not output.dynamic else set()
     missing, unknown = sorted(needed - set(tensors)), sorted(set(tensors) - set(CODES))
     if missing or unknown:
         raise QuantizationError(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any, Literal, cast
 
 import torch
 from mt_files import check_type
 from torch import Tensor, nn
 
-from mt_quant.calibration.statistics import Collector, Statistics
+from mt_quant.calibration.statistics import Collector, Statistics, observed
+from mt_quant.calibration.walk import call_of
 from mt_quant.error import CalibrationError, QuantizationError
 from mt_quant.formats.format import WeightFormat
 from mt_quant.layers.shape import LinearShape, shape_of
+from mt_quant.layers.shared_input import SharedInput
 from mt_quant.methods.awq import awq_scale
 from mt_quant.methods.output_error import hessian_of, needed
 from mt_quant.methods.smoothquant import smoothquant_scale
@@ -21,60 +23,10 @@ from mt_quant.methods.smoothquant import smoothquant_scale
 _BYTES = 1 << 30  # limit of the statistics that one pass over the calibration data collects
 
 
-class InputSource(Protocol):
-    """Attributes of a `SharedInput`; mt-model has a class of its own with them."""
-
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """All linear layers that multiply the input."""
-        ...
-
-    @property
-    def source(self) -> nn.Module:
-        """The module that produces the input."""
-        ...
-
-    @property
-    def rows(self) -> Tensor | None:
-        """Index of the source's output that produces each feature; None for the same order."""
-        ...
-
-    @property
-    def offset(self) -> float:
-        """Constant that a norm adds to its weight."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SharedInput:
-    """Linear layers that multiply the same input, and the module that produces it.
-
-    Nothing else may read the input, and the input must be proportional to the weight of its source.
-    A source is a norm whose last step multiplies by its weight (and adds its bias), or a linear
-    layer whose output reaches the input through linear steps only, such as the averaged values of
-    attention, or the half of a gated feed-forward without activation.
-
-    Attributes:
-        layers: All linear layers that multiply the input.
-        source: The module that produces the input: a norm with a weight, or a linear layer.
-        rows: For each feature, the index of the linear source's output that produces it, in the
-            whole weight; features may share an output. None for the same order.
-        offset: Constant that a norm adds to its weight: 1 for a zero-centred weight.
-
-    Shape:
-        rows: int64 [in].
-    """
-
-    layers: Sequence[nn.Module]
-    source: nn.Module
-    rows: Tensor | None = None
-    offset: float = 0.0
-
-
 @torch.no_grad()
 def fold_scales(
     model: nn.Module,
-    inputs: Iterable[InputSource],
+    inputs: Iterable[SharedInput],
     calibration: Iterable[Any],
     *,
     by: Literal["awq", "smoothquant"] = "awq",
@@ -123,7 +75,7 @@ def fold_scales(
 
 
 @torch.no_grad()
-def fold_scale(shared: InputSource, scale: Tensor | None) -> None:
+def fold_scale(shared: SharedInput, scale: Tensor | None) -> None:
     """Multiply the layers' weights by a scale for each feature, and divide the source by it.
 
     Args:
@@ -160,7 +112,7 @@ def fold_scale(shared: InputSource, scale: Tensor | None) -> None:
         _multiply(weight, own.expand(shape.rows, -1))
 
 
-def _divide_norm(shared: InputSource, factor: Tensor) -> None:
+def _divide_norm(shared: SharedInput, factor: Tensor) -> None:
     weight, bias = (getattr(shared.source, name, None) for name in ("weight", "bias"))
     if not isinstance(weight, Tensor) or weight.shape != factor.shape:
         shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
@@ -173,7 +125,7 @@ def _divide_norm(shared: InputSource, factor: Tensor) -> None:
         bias.copy_(bias.double() / factor)
 
 
-def _divide_linear(shared: InputSource, source: LinearShape, factor: Tensor) -> None:
+def _divide_linear(shared: SharedInput, source: LinearShape, factor: Tensor) -> None:
     rows = torch.arange(len(factor)) if shared.rows is None else shared.rows
     rows = rows.to(factor.device)
     if rows.shape != factor.shape or int(rows.max()) >= source.whole_rows or int(rows.min()) < 0:
@@ -201,7 +153,7 @@ def _multiply(param: Tensor, factor: Tensor) -> None:
 
 
 def _scale(
-    shared: InputSource, statistics: Statistics, *, by: str, format: WeightFormat, alpha: float
+    shared: SharedInput, statistics: Statistics, *, by: str, format: WeightFormat, alpha: float
 ) -> Tensor | None:
     """Return the scale of one input, equal for features that share an output of the source."""
     weights = [
@@ -226,9 +178,9 @@ def _alike(values: Tensor, rows: Tensor | None) -> Tensor:
     return (sums / group.bincount())[group]
 
 
-def _parts(inputs: list[InputSource], statistic: str) -> list[list[InputSource]]:
+def _parts(inputs: list[SharedInput], statistic: str) -> list[list[SharedInput]]:
     """Divide the inputs into passes whose statistics fit the limit."""
-    parts: list[list[InputSource]] = []
+    parts: list[list[SharedInput]] = []
     held = _BYTES
     for shared in inputs:
         columns = shape_of(shared.layers[0], "a layer").whole_columns
@@ -243,43 +195,27 @@ def _parts(inputs: list[InputSource], statistic: str) -> list[list[InputSource]]
 
 def _collected(
     model: nn.Module,
-    inputs: list[InputSource],
+    inputs: list[SharedInput],
     batches: list[Any],
     what: tuple[str, dict[int, str]],
 ) -> list[Statistics]:
     """Run the model, and return the statistics of each input."""
     statistic, names = what
-    collectors = [
-        Collector(names[id(s.layers[0])], shape_of(s.layers[0], "a layer"), {statistic})
-        for s in inputs
-    ]
-    hooks = [
-        shared.layers[0].register_forward_hook(
-            lambda _, args, y, collector=collector: collector.add(args[0], y)
-        )
-        for shared, collector in zip(inputs, collectors, strict=True)
-    ]
+    layers = [shared.layers[0] for shared in inputs]
+    collectors = [Collector(names[id(x)], shape_of(x, "a layer"), {statistic}) for x in layers]
     training = model.training
     model.eval()
-    try:
+    with ExitStack() as stack:
+        stack.callback(model.train, training)
+        for layer, collector in zip(layers, collectors, strict=True):
+            stack.enter_context(observed(layer, collector))
         with torch.no_grad():
             for batch in batches:
-                _run(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(training)
+                call_of(model, batch)()
     return [collector.result() for collector in collectors]
 
 
-def _run(model: nn.Module, batch: Any) -> None:
-    if isinstance(batch, dict):
-        model(**batch)
-    else:
-        model(*(batch if isinstance(batch, tuple | list) else (batch,)))
-
-
-def _check(shared: InputSource, names: dict[int, str]) -> None:
+def _check(shared: SharedInput, names: dict[int, str]) -> None:
     if not shared.layers:
         raise QuantizationError("a shared input names no layer that multiplies it")
     for module in (*shared.layers, shared.source):

@@ -9,7 +9,8 @@ from typing import Any, Literal, cast
 from torch import nn
 
 from mt_quant.error import CalibrationError
-from mt_quant.models.folding import InputSource, fold_scales
+from mt_quant.layers.shared_input import SharedInput
+from mt_quant.models.folding import fold_scales
 from mt_quant.rules.config import QuantizationConfig
 from mt_quant.rules.rule import Decision, Rule
 
@@ -18,7 +19,7 @@ _METHODS = ("awq", "smoothquant")
 
 def fold_input_scales(
     model: nn.Module,
-    inputs: Iterable[InputSource],
+    inputs: Iterable[SharedInput],
     config: QuantizationConfig,
     calibration: Iterable[Any] | None,
 ) -> QuantizationConfig:
@@ -61,10 +62,10 @@ def fold_input_scales(
 
 
 def _by_decision(
-    inputs: Iterable[InputSource], decisions: Mapping[str, Decision], names: Mapping[int, str]
-) -> list[tuple[Decision, list[InputSource]]]:
+    inputs: Iterable[SharedInput], decisions: Mapping[str, Decision], names: Mapping[int, str]
+) -> list[tuple[Decision, list[SharedInput]]]:
     """Group inputs by the decision that all their layers share, and leave out the others."""
-    found: list[tuple[Decision, list[InputSource]]] = []
+    found: list[tuple[Decision, list[SharedInput]]] = []
     for shared in inputs:
         first, *rest = (
             replace(decisions.get(names[id(layer)], Decision()), rule=None)

@@ -75,7 +75,7 @@ def _layer(
             for key in names
         }
         return QuantizedLinear.from_layer(
-            layer, shape, tensors, format=format, input=decision.input, output=decision.output
+            layer, shape, tensors, format=format, input=decision.input
         )
     except QuantizationError as error:
         raise QuantizationError(f"{name}: {error}") from error

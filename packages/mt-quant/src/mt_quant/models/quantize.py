@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +12,7 @@ import torch
 from mt_files import check_type
 from torch import Tensor, nn
 
-from mt_quant.calibration.statistics import Collector, Statistics
+from mt_quant.calibration.statistics import Collector, Statistics, observed
 from mt_quant.error import CalibrationError, QuantizationError
 from mt_quant.formats.activation import step_of
 from mt_quant.formats.format import WeightFormat
@@ -132,7 +132,7 @@ class _Work:
                 # The stage itself is called without its hooks, so `look` observes it.
                 for name, collector in wanted.items():
                     if name != stage:
-                        hooks.enter_context(_hook(self._module(name), collector))
+                        hooks.enter_context(observed(self._module(name), collector))
                 own = wanted.get(stage)
                 walk.look(None if own is None else own.add)
         for name in names:
@@ -157,7 +157,7 @@ class _Work:
                     self._folder.save(name, tensors, self._origin(name), shape)
             format = cast("WeightFormat", decision.weight)
             made = QuantizedLinear.from_layer(
-                layer, shape, tensors, format=format, input=decision.input, output=decision.output
+                layer, shape, tensors, format=format, input=decision.input
             )
         except QuantizationError as error:
             raise type(error)(f"{name}: {error}") from error
@@ -197,10 +197,6 @@ def make_tensors(
     tensors = tensors_of(matrix, shape, weight.dtype)
     if decision.input is not None and not decision.input.dynamic:
         tensors["input_step"] = step_of(_input_max(matrix, statistics), decision.input).view(1, 1)
-    if decision.output is not None and not decision.output.dynamic:
-        if statistics is None or statistics.output_max is None:
-            raise CalibrationError("a static scale of the output needs calibration data")
-        tensors["output_step"] = step_of(statistics.output_max, decision.output).view(1, 1)
     return tensors
 
 
@@ -214,10 +210,8 @@ def _input_max(matrix: QuantizedMatrix, statistics: Statistics | None) -> Tensor
 
 def _needs(decision: Decision) -> frozenset[str]:
     """Return the statistics that a layer's quantisation reads."""
-    needs = set(METHODS[decision.method].needs)
-    needs |= {"abs_max"} if decision.input is not None and not decision.input.dynamic else set()
-    is_static = decision.output is not None and not decision.output.dynamic
-    return frozenset(needs | ({"output_max"} if is_static else set()))
+    is_static = decision.input is not None and not decision.input.dynamic
+    return METHODS[decision.method].needs | ({"abs_max"} if is_static else set())
 
 
 def _batches(calibration: Iterable[Any] | None, names: list[str]) -> list[Any]:
@@ -237,20 +231,6 @@ def _absent(name: str, needs: frozenset[str]) -> None:
             f"{name} was not called with the calibration data; leave it out with a rule, or give "
             "it method rtn and dynamic scales"
         )
-
-
-@contextmanager
-def _hook(module: nn.Module, collector: Collector) -> Iterator[None]:
-    """Let a collector observe each call of a module inside a `with` block."""
-
-    def add(_: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-        collector.add(args[0], y)
-
-    handle = module.register_forward_hook(add)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _stages(model: nn.Module, names: list[str]) -> dict[str, list[str]]:

@@ -28,8 +28,8 @@ class QuantizationConfig:
     Example:
         >>> config = QuantizationConfig.named("int8")
         >>> print(config.explain(nn.Sequential(nn.Linear(4, 2))))
-        module  weight        input  output  kv cache  method  rule
-        0       int8-channel  -      -       -         rtn     1: name='*'
+        module  weight        input  kv cache  method  rule
+        0       int8-channel  -      -         rtn     1: name='*'
 
     Raises:
         FieldError: The list is empty.
@@ -74,9 +74,12 @@ class QuantizationConfig:
             FileError: The file can't be read.
             QuantizationError: A value is wrong; the message lists all problems by path.
         """
-        from mt_quant.rules.document import read_document  # only rules in files need it
+        from mt_files import read_yaml  # only rules in files need it
 
-        return cls._bound(read_document(path), f"{path}: ")
+        try:
+            return cls._bound(read_yaml(path).root, f"{path}: ")
+        except SchemaError as error:
+            raise QuantizationError(str(error)) from error
 
     @classmethod
     def _bound(cls, value: object, where: str) -> Self:
@@ -126,9 +129,9 @@ class QuantizationConfig:
 
     def explain(self, model: nn.Module) -> str:
         """Return a table of each module's decision and the rule that made it."""
-        rows = [["module", "weight", "input", "output", "kv cache", "method", "rule"]]
+        rows = [["module", "weight", "input", "kv cache", "method", "rule"]]
         for name, decision in self.decide(model).items():
-            formats = (decision.weight, decision.input, decision.output, decision.kv_cache)
+            formats = (decision.weight, decision.input, decision.kv_cache)
             cells = ["-" if value is None else str(value) for value in formats]
             method = decision.method if decision.weight is not None else "-"
             index = decision.rule

@@ -65,7 +65,6 @@ class Decision:
         rule: Index of the rule that decided; None if no rule matched.
         weight: Format of the weight; None leaves the weight as it is.
         input: Format of the input.
-        output: Format of the output.
         kv_cache: Format of the cached keys and values; the engine with the cache applies it.
         method: Name of the method that rounds the weight.
         options: Options of the method.
@@ -74,7 +73,6 @@ class Decision:
     rule: int | None = None
     weight: WeightFormat | None = None
     input: InputFormat | None = None
-    output: InputFormat | None = None
     kv_cache: KVFormat | None = None
     method: str = "rtn"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
@@ -102,7 +100,6 @@ class Rule:
         shape: Condition on the sizes of the weight; None for any.
         weight: Format of the weight, or its name; None keeps the layer as it is.
         input: Format of the input.
-        output: Format of the output.
         kv_cache: Format of keys and values; also for modules that aren't linear layers.
         method: Method that rounds the weight: rtn, gptq, awq, smoothquant or svdquant.
         options: Options of the method.
@@ -117,7 +114,6 @@ class Rule:
     shape: ShapeCondition | None = None
     weight: WeightFormat | str | None = None
     input: InputFormat | str | None = None
-    output: InputFormat | str | None = None
     kv_cache: KVFormat | str | None = None
     method: str = "rtn"
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict)
@@ -127,8 +123,7 @@ class Rule:
         checks = Checks(self)
         readers: dict[str, Callable[[Any], Any]] = {"name": _matcher}
         readers |= {"weight": WeightFormat.named} if isinstance(self.weight, str) else {}
-        for name in ("input", "output"):
-            readers |= {name: InputFormat.named} if isinstance(getattr(self, name), str) else {}
+        readers |= {"input": InputFormat.named} if isinstance(self.input, str) else {}
         readers |= {"kv_cache": KVFormat.named} if isinstance(self.kv_cache, str) else {}
         for name, read in readers.items():
             try:
@@ -139,8 +134,8 @@ class Rule:
             check_method(self.method, self.options)
         except QuantizationError as error:
             checks.add("method", str(error))
-        if self.weight is None and (self.input is not None or self.output is not None):
-            checks.add("weight", "input and output are rounded only with a weight: name a format")
+        if self.weight is None and self.input is not None:
+            checks.add("weight", "an input is rounded only with a weight: name a format")
         checks.done()
 
     def decision(self, index: int) -> Decision:
@@ -149,7 +144,6 @@ class Rule:
             rule=index,
             weight=_format(self.weight, WeightFormat.named),
             input=_format(self.input, InputFormat.named),
-            output=_format(self.output, InputFormat.named),
             kv_cache=_format(self.kv_cache, KVFormat.named),
             method=self.method,
             options=self.options,

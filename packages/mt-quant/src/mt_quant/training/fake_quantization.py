@@ -125,8 +125,6 @@ def training_obstacle(decision: Decision) -> str | None:
     """
     if decision.method != "rtn":
         return f"has the method {decision.method}, which reads data; training rounds by rtn"
-    if decision.output is not None:
-        return "has a format for its output; training rounds weight and input"
     form = decision.input
     if form is not None and (not form.dynamic or form.group == "tensor" or form.type == "nvfp4"):
         return (

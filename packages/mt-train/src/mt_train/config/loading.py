@@ -15,6 +15,7 @@ import yaml
 from mt_files import (
     MAX_PROBLEMS,
     Bound,
+    Document,
     FieldError,
     FieldProblem,
     FileError,
@@ -33,7 +34,7 @@ from mt_model import (
     preset,
 )
 
-from mt_train.config.document import COMMAND_LINE, Document, apply_overrides, read_document
+from mt_train.config.document import COMMAND_LINE, apply_overrides, read_document
 from mt_train.config.limits import PATH
 from mt_train.config.misfits import clipped_heads, layout_misfits, objective_misfits
 from mt_train.config.model_section import ModelSection

@@ -24,6 +24,10 @@ class PipelinePlan:
     schedule: Schedule
     layers: tuple[range, ...]
 
+    def layers_of(self, rank: int) -> list[range]:
+        """Return the layers of each stage that a rank of the pipeline has, in its order."""
+        return [self.layers[n % self.schedule.depth] for n in self.schedule.stages_of(rank)]
+
 
 def plan_pipeline(
     section: PipelineSection, *, ranks: int, microbatches: int, num_layers: int, modules: int = 0

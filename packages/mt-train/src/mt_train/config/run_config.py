@@ -6,7 +6,9 @@ Every section collects all its problems (`FieldError`), so that a user sees them
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from mt_files import Checks, FieldError, divisors, multiples_near, shorten
@@ -83,8 +85,6 @@ class TrainingSection:
                 'of a layer to compute again; use "none", "full" or a plan of whole layers, or '
                 "compile: false",
             )
-        if self.cuda_graphs != "none":
-            self._check_graphs(checks)
         checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")
         checks.at_most(MAX_STEPS, "steps")
         checks.at_most(_MAX_BATCH, "global_batch_size", "micro_batch_size")
@@ -98,15 +98,6 @@ class TrainingSection:
                 f"{_MAX_TOKENS} tokens; use {_MAX_TOKENS // self.sequence_length} or less",
             )
         checks.done()
-
-    def _check_graphs(self, checks: Checks) -> None:
-        graphs = self.cuda_graphs
-        if self.compile:
-            text = f"{graphs} does not go with training.compile, whose code launches few kernels; "
-            checks.add("cuda_graphs", f"{text}use none, or compile: false")
-        elif self.recompute != "none":
-            text = f"{graphs} does not go with training.recompute, which saves no memory inside of "
-            checks.add("cuda_graphs", f"{text}a graph; use recompute: none, or cuda_graphs: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,135 +270,115 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         errors: dict[str, str] = {}
-        training, parallel = self.training, self.parallel
-        if training.global_batch_size % training.micro_batch_size:
-            sizes = listed(divisors(training.global_batch_size))
-            errors["training.micro_batch_size"] = (
-                f"{training.micro_batch_size} does not divide training.global_batch_size "
-                f"{training.global_batch_size}; use one of {sizes}"
-            )
-        parts = (2 * parallel.cp if parallel.cp > 1 else 1) * (
-            parallel.tp if parallel.sequence_parallel else 1
-        )
-        if training.sequence_length % parts:
-            errors["training.sequence_length"] = (
-                f"{training.sequence_length} is not divisible by {parts}, which parallel.tp "
-                f"{parallel.tp} with sequence_parallel={str(parallel.sequence_parallel).lower()} "
-                f"and parallel.cp {parallel.cp} need; use "
-                f"{multiples_near(training.sequence_length, parts)}"
-            )
-        stages = self.pipeline.stages
-        if stages is not None and parallel.pp not in (1, stages):
-            errors["pipeline.stages"] = (
-                f"{stages} contradicts parallel.pp {parallel.pp}; leave one of them out"
-            )
-        if self.optimizer.masters == "remainder" and training.dtype != "bf16":
-            errors["optimizer.masters"] = (
-                f"remainder is what bf16 weights lack, and training.dtype is {training.dtype}; use "
-                "masters full, or dtype bf16"
-            )
-        errors |= self._tokenizer_errors()
-        errors |= self._precision_errors()
-        errors |= self._recipe_errors()
-        graphs = training.cuda_graphs
-        if self.distillation.teacher is not None and graphs != "none":
-            errors["training.cuda_graphs"] = (
-                f"{graphs} does not go with distillation.teacher, whose numbers are new in each "
-                "pass; use cuda_graphs: none, or no teacher"
-            )
-        errors |= self._sharding_errors()
-        errors |= self._evaluation_errors()
-        errors |= self._graph_errors()
+        parts = (self._sizes, self._tokenizers, self._precision, self._sharding, self._graphs)
+        for name, text in chain.from_iterable(part() for part in parts):
+            errors.setdefault(name, text)
         if errors:
             raise FieldError(errors)
 
-    def _tokenizer_errors(self) -> dict[str, str]:
-        data, errors = self.data, {}
+    def _sizes(self) -> Iterator[tuple[str, str]]:
+        """Yield lengths and numbers that contradict each other."""
+        training, parallel, evaluation = self.training, self.parallel, self.evaluation
+        if training.global_batch_size % training.micro_batch_size:
+            text = f"{training.micro_batch_size} does not divide training.global_batch_size "
+            text += f"{training.global_batch_size}; use one of "
+            sizes = listed(divisors(training.global_batch_size))
+            yield "training.micro_batch_size", text + sizes
+        parts = (2 * parallel.cp if parallel.cp > 1 else 1) * (
+            parallel.tp if parallel.sequence_parallel else 1
+        )
+        length, stages = training.sequence_length, self.pipeline.stages
+        if length % parts:
+            text = f"{length} is not divisible by {parts}, which parallel.tp {parallel.tp} with "
+            text += f"sequence_parallel={str(parallel.sequence_parallel).lower()} and parallel.cp "
+            text += f"{parallel.cp} need; use {multiples_near(length, parts)}"
+            yield "training.sequence_length", text
+        if stages is not None and parallel.pp not in (1, stages):
+            text = f"{stages} contradicts parallel.pp {parallel.pp}; leave one of them out"
+            yield "pipeline.stages", text
+        batch, stride = evaluation.micro_batch_size, evaluation.stride
+        if stride is not None and self.data.objective == "mlm":
+            yield "evaluation.stride", f"{stride}: rows of data.objective mlm do not overlap"
+        elif stride is not None and stride > length:
+            text = f"{stride} is longer than training.sequence_length {length}"
+            yield "evaluation.stride", text
+        if batch is not None and batch * length > _MAX_TOKENS:
+            text = f"{batch} sequences of {length} tokens are more than {_MAX_TOKENS} tokens"
+            yield "evaluation.micro_batch_size", text
+
+    def _tokenizers(self) -> Iterator[tuple[str, str]]:
+        """Yield what needs a tokenizer, where there is none."""
+        data = self.data
         if data.tokenizer is not None or self.model.from_ is not None:
-            return {}
+            return
         is_plain = data.hidden is None and data.spans is None
         if data.train and (self.model.vocab_size is None or not is_plain):
-            errors["data.tokenizer"] = (
-                "missing; name the tokenizer.json of the tokens of data.train, or for causal "
-                "language modelling without text set model.vocab_size"
-            )
+            text = "missing; name the tokenizer.json of the tokens of data.train, or for causal "
+            text += "language modelling without text set model.vocab_size"
+            yield "data.tokenizer", text
         if data.eod is not None:
-            text = (
-                f"{shorten(data.eod)} is a token of data.tokenizer, which is not set; leave it out"
-            )
-            errors["data.eod"] = f"{text}, or name the tokenizer"
-        return errors
+            text = f"{shorten(data.eod)} is a token of data.tokenizer, which is not set; leave it "
+            yield "data.eod", text + "out, or name the tokenizer"
 
-    def _precision_errors(self) -> dict[str, str]:
-        """Return a missing or useless loss scale."""
+    def _precision(self) -> Iterator[tuple[str, str]]:
+        """Yield formats of numbers that do not go together."""
         dtype, scale = self.training.dtype, self.optimizer.loss_scale
         if dtype == "fp16" and scale is None:
-            return {
-                "training.dtype": "fp16 needs optimizer.loss_scale, as small gradients are zero "
-                "without: dynamic, or a number such as 65536; or use dtype bf16"
-            }
+            text = "fp16 needs optimizer.loss_scale, as small gradients are zero without: dynamic, "
+            yield "training.dtype", text + "or a number such as 65536; or use dtype bf16"
         if dtype == "bf16" and scale is not None:
-            return {
-                "optimizer.loss_scale": f"{scale} does not go with training.dtype bf16, which "
-                "holds gradients as small as fp32 does; leave it out, or use dtype fp16"
-            }
-        return {}
-
-    def _recipe_errors(self) -> dict[str, str]:
-        """Return conflicts with weights that a step quantises once."""
-        recipe, rules, training = self.precision.recipe, self.quantization.given, self.training
-        if recipe is None and rules is None:
-            return {}
-        errors: dict[str, str] = {}
+            text = f"{scale} does not go with training.dtype bf16, which holds gradients as small "
+            yield "optimizer.loss_scale", text + "as fp32 does; leave it out, or use dtype fp16"
+        recipe, rules = self.precision.recipe, self.quantization.given
         if recipe is not None and rules is not None:
-            errors["quantization"] = (
-                f"{shorten(rules)} does not go with precision.recipe {recipe}: a layer multiplies "
-                "what one of them makes of its weight; leave one of them out"
-            )
-        if self.precision.primary_weights and self.optimizer.masters == "remainder":
-            errors["optimizer.masters"] = (
-                "remainder is what bf16 weights lack, and precision.primary_weights has none of "
-                "those; use masters full"
-            )
-        named = f"precision.recipe {recipe}" if recipe else f"quantization {shorten(rules)}"
-        text = f"does not go with {named}, whose weights are quantised once a step, outside of any "
-        text += "graph; use"
-        if training.compile:
-            errors["training.compile"] = f"true {text} compile: false, or no recipe"
-        if training.cuda_graphs != "none":
-            graphs = training.cuda_graphs
-            errors["training.cuda_graphs"] = f"{graphs} {text} cuda_graphs: none, or no recipe"
-        return errors
+            text = f"{shorten(rules)} does not go with precision.recipe {recipe}: a layer "
+            text += "multiplies what one of them makes of its weight; leave one of them out"
+            yield "quantization", text
+        if self.training.compile and self._recipe is not None:
+            text = f"true does not go with {self._recipe}, whose weights are quantised once a "
+            text += "step, outside of any graph; use compile: false, or no recipe"
+            yield "training.compile", text
+        if self.optimizer.masters != "remainder":
+            return
+        text = "remainder is what bf16 weights lack, and "
+        if dtype != "bf16":
+            text += f"training.dtype is {dtype}; use masters full, or dtype bf16"
+            yield "optimizer.masters", text
+        elif self.precision.primary_weights:
+            text += "precision.primary_weights has none of those; use masters full"
+            yield "optimizer.masters", text
 
-    def _sharding_errors(self) -> dict[str, str]:
-        """Return conflicts with the sharding of parameters."""
+    def _sharding(self) -> Iterator[tuple[str, str]]:
+        """Yield conflicts with the sharding of parameters."""
         own, dtype, optimizer = self.data_parallel, self.training.dtype, self.optimizer
-        errors: dict[str, str] = {}
-        kept = own.shard_dtype or dtype
+        schedule, kept = self.pipeline.schedule, own.shard_dtype or dtype
         if kept != dtype and _BITS[kept] <= _BITS[dtype]:
-            errors["shard_dtype"] = (
-                f"{kept} does not hold all that training.dtype {dtype} does; use {dtype}, more "
-                "bits, or leave it out"
-            )
+            text = f"{kept} does not hold all that training.dtype {dtype} does; use {dtype}, more "
+            yield "data_parallel.shard_dtype", text + "bits, or leave it out"
         elif own.shard_dtype not in (None, "bf16") and optimizer.masters == "remainder":
-            errors["shard_dtype"] = (
-                f"{own.shard_dtype} leaves nothing for optimizer.masters remainder to keep; leave "
-                "it out, or use masters full"
-            )
+            text = f"{own.shard_dtype} leaves nothing for optimizer.masters remainder to keep; "
+            yield "data_parallel.shard_dtype", text + "leave it out, or use masters full"
         if own.offload and optimizer.offload:
-            errors["offload"] = (
-                "true has all that is stepped in the host's memory, of which optimizer.offload "
-                f"{optimizer.offload} would move a share there; leave one of them out"
-            )
-        if own.strategy == "full":
-            errors |= self._full_errors()
+            text = "true has all that is stepped in the host's memory, of which optimizer.offload "
+            text += f"{optimizer.offload} would move a share there; leave one of them out"
+            yield "data_parallel.offload", text
+        if own.strategy == "full" and self._runs_parts:
+            text = f"full does not go with pipeline.schedule {schedule}, which runs parts of two "
+            text += "layers in turn, as its parameters are whole only while a layer runs; use "
+            text += "strategy optimizer_gradients, or schedule zb-v"
+            yield "data_parallel.strategy", text
         elif own.prefetch and self.waits_for_whole_parameters:
-            errors["prefetch"] = (
-                f"{own.prefetch} has modules wait for their parameters, which the compiled parts "
-                f"of layers in pipeline.schedule {self.pipeline.schedule} do not; use prefetch 0, "
-                "or compile: false"
-            )
-        return {f"data_parallel.{name}": text for name, text in errors.items()}
+            text = f"{own.prefetch} has modules wait for their parameters, which the compiled "
+            text += f"parts of layers in pipeline.schedule {schedule} do not; use prefetch 0, or "
+            yield "data_parallel.prefetch", text + "compile: false"
+
+    @property
+    def _recipe(self) -> str | None:
+        """The recipe by which weights are quantised, with its key."""
+        recipe, rules = self.precision.recipe, self.quantization.given
+        if recipe is not None:
+            return f"precision.recipe {recipe}"
+        return None if rules is None else f"quantization {shorten(rules)}"
 
     @property
     def _runs_parts(self) -> bool:
@@ -422,55 +393,46 @@ class RunConfig:
         """
         return self.training.compile and self._runs_parts
 
-    def _full_errors(self) -> dict[str, str]:
-        """Return conflicts with fully sharded parameters."""
-        why = (
-            "as its parameters are whole only while a layer runs; use strategy optimizer_gradients"
+    def _graphs(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not go with CUDA graphs."""
+        training, own, schedule = self.training, self.data_parallel, self.pipeline.schedule
+        frees, cp = own.strategy in ("full", "optimizer_gradients"), self.parallel.cp
+        reasons = (
+            (training.compile, "training.compile, whose code launches few kernels; use false"),
+            (
+                training.recompute != "none",
+                "training.recompute, which saves no memory inside of a graph; use none",
+            ),
+            (
+                self._recipe is not None,
+                f"{self._recipe}, whose weights are quantised once a step, outside of any graph; "
+                "use no recipe",
+            ),
+            (
+                self.distillation.teacher is not None,
+                "distillation.teacher, whose numbers are new in each pass; use no teacher",
+            ),
+            (
+                frees,
+                f"data_parallel.strategy {own.strategy}, where gradients have no memory that "
+                "stays; use none or optimizer",
+            ),
+            (own.offload, "data_parallel.offload, where the host waits for gradients; use false"),
+            (
+                own.prefetch,
+                f"data_parallel.prefetch {own.prefetch}, which forwards wait for; use 0",
+            ),
+            (
+                schedule in _IN_PARTS,
+                f"pipeline.schedule {schedule}, whose backwards go in parts; use gpipe, 1f1b, "
+                "interleaved or bfs",
+            ),
+            (cp > 1, f"parallel.cp {cp}, whose exchanges the host waits for; use cp 1"),
         )
-        schedule = self.pipeline.schedule
-        if self._runs_parts:
-            return {
-                "strategy": f"full does not go with pipeline.schedule {schedule}, which runs parts "
-                f"of two layers in turn, {why}, or schedule zb-v"
-            }
-        return {}
-
-    def _graph_errors(self) -> dict[str, str]:
-        """Return conflicts with CUDA graphs."""
-        if self.training.cuda_graphs == "none":
-            return {}
-        own, why = self.data_parallel, ""
-        if own.strategy in ("full", "optimizer_gradients"):
-            why = f"data_parallel.strategy {own.strategy}, where gradients have no memory that "
-            why += "stays; use strategy none or optimizer"
-        elif own.offload:
-            why = "data_parallel.offload, which has the host wait for gradients; use offload: false"
-        elif own.prefetch:
-            why = f"data_parallel.prefetch {own.prefetch}, as forwards wait for parameters then; "
-            why += "use prefetch 0"
-        elif self.pipeline.schedule in _IN_PARTS:
-            why = f"pipeline.schedule {self.pipeline.schedule}, whose backwards go in parts; use "
-            why += "gpipe, 1f1b, interleaved or bfs"
-        elif self.parallel.cp > 1:
-            why = f"parallel.cp {self.parallel.cp}, whose exchanges the host waits for; use cp 1"
-        if not why:
-            return {}
-        graphs = self.training.cuda_graphs
-        text = f"{graphs} does not go with {why}, or cuda_graphs: none"
-        return {"training.cuda_graphs": text}
-
-    def _evaluation_errors(self) -> dict[str, str]:
-        length, batch = self.training.sequence_length, self.evaluation.micro_batch_size
-        stride = self.evaluation.stride
-        if stride is not None and self.data.objective == "mlm":
-            return {"evaluation.stride": f"{stride}: rows of data.objective mlm do not overlap"}
-        if stride is not None and stride > length:
-            text = f"{stride} is longer than training.sequence_length {length}"
-            return {"evaluation.stride": text}
-        if batch is not None and batch * length > _MAX_TOKENS:
-            text = f"{batch} sequences of {length} tokens are more than {_MAX_TOKENS} tokens"
-            return {"evaluation.micro_batch_size": text}
-        return {}
+        why = next((text for holds, text in reasons if holds), None)
+        if training.cuda_graphs != "none" and why is not None:
+            text = f"{training.cuda_graphs} does not go with {why}, or cuda_graphs: none"
+            yield "training.cuda_graphs", text
 
     @property
     def pp(self) -> int:

@@ -20,7 +20,6 @@ from mt_ckpt import (
 from mt_files import FileError, shorten
 from mt_hf import ExchangeError, Pretrained, open_pretrained, read_description
 from mt_model import (
-    DTYPES,
     GPT,
     ModelConfig,
     MoEConfig,
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from mt_train.config.loading import LoadedConfig
 from mt_train.config.misfits import layout_misfits
-from mt_train.config.pipeline_plan import PipelinePlan, plan_pipeline
+from mt_train.config.pipeline_plan import plan_pipeline
 from mt_train.config.run_config import RunConfig
 from mt_train.parts.objective import Objective
 from mt_train.parts.part import Run, Setup, TrainerPart
@@ -58,7 +57,13 @@ class Distillation(TrainerPart):
             microbatches=setup.microbatches,
             num_layers=self._teacher.num_layers,
         )
-        self._stages = _build(plan, self._teacher, config, state)
+        options = {**setup.stage_options, "recompute": "none", "seed": None}
+        self._stages = [
+            cast("GPT", self._teacher.build(state, layers=layers, device=state.device, **options))
+            for layers in plan.layers_of(state.index("pp"))
+        ]
+        for stage in self._stages:
+            stage.requires_grad_(requires_grad=False).eval()
         _fill(self._stages, Path(folder), state, model.vocab_multiple)
 
     @staticmethod
@@ -68,13 +73,50 @@ class Distillation(TrainerPart):
 
     @staticmethod
     def check(loaded: LoadedConfig, model: ModelConfig) -> None:
-        """Check that the teacher knows the student's tokens and sequences."""
-        check_distillation(loaded, model)
+        """Check that the teacher knows the student's tokens and sequences.
+
+        Raises:
+            ConfigError: It doesn't, or there is no such teacher.
+        """
+        folder = loaded.config.distillation.teacher or ""
+        field, shown = "distillation.teacher", shorten(folder, 200)
+        if model.encoder_layers:
+            raise loaded.error(field, "is for decoders, and the model has an encoder; leave it out")
+        try:
+            teacher = read_teacher(folder)
+        except (CheckpointError, ExchangeError, FileError) as error:
+            raise loaded.error(field, str(error)) from error
+        if teacher.vocab_size != model.vocab_size:
+            text = (
+                f"{shown} has {teacher.vocab_size} tokens, and the model {model.vocab_size}; use a "
+            )
+            text += f"teacher with the same tokenizer, and model.vocab_size={teacher.vocab_size}"
+            raise loaded.error(field, text)
+        length = loaded.config.training.sequence_length
+        if length > teacher.max_sequence_length:
+            text = (
+                f"{shown} reads {teacher.max_sequence_length} tokens, and training.sequence_length "
+            )
+            raise loaded.error(field, f"{text}is {length}; make it shorter, or use another teacher")
+        if _checkpoint(Path(folder)) is not None and teacher.vocab_rows != model.vocab_rows:
+            text = f"{shown} has a head of {teacher.vocab_rows} rows, and the model one of "
+            text += f"{model.vocab_rows}; set model.vocab_multiple={teacher.vocab_multiple}"
+            raise loaded.error(field, text)
 
     @staticmethod
     def check_layout(loaded: LoadedConfig, model: ModelConfig, layout: ParallelLayout) -> None:
-        """Check that the teacher can be laid out as the student is."""
-        check_teacher_layout(loaded, model, layout)
+        """Check that the teacher can be laid out as the student is.
+
+        Raises:
+            ConfigError: It can't.
+        """
+        folder = loaded.config.distillation.teacher or ""
+        teacher = replace(read_teacher(folder), mtp=None)
+        if not any(isinstance(layer.feed_forward, MoEConfig) for layer in teacher.layers):
+            layout = replace(layout, ep=1, etp=1)  # which the student's experts have for themselves
+        for field, text in layout_misfits(_for_teacher(loaded.config, model), teacher, layout):
+            what = f"{shorten(folder, 200)} does not fit the layout ({field}): {text}"
+            raise loaded.error("distillation.teacher", what)
 
     @property
     def extra_hidden_size(self) -> int:
@@ -196,83 +238,9 @@ def _checkpoint(folder: Path) -> Path | None:
     return latest_checkpoint(root) if root.is_dir() else None
 
 
-def _build(
-    plan: PipelinePlan, teacher: ModelConfig, config: RunConfig, state: ParallelState
-) -> list[GPT]:
-    """Build the teacher's stages on this rank, in the order of the schedule."""
-    schedule, parallel = plan.schedule, config.parallel
-    stages = [
-        cast(
-            "GPT",
-            teacher.build(
-                state,
-                layers=plan.layers[number % schedule.depth],
-                device=state.device,
-                dtype=DTYPES[config.training.dtype],
-                sequence_parallel=parallel.sequence_parallel,
-                context_algorithm=parallel.cp_algorithm,
-                context_inner_size=parallel.cp_inner,
-                kernels=config.model.kernels,
-                seed=None,
-            ),
-        )
-        for number in schedule.stages_of(state.index("pp"))
-    ]
-    for stage in stages:
-        stage.requires_grad_(requires_grad=False).eval()
-    return stages
-
-
 def _for_teacher(config: RunConfig, model: ModelConfig) -> RunConfig:
     """Return the run as the teacher's layers are dealt: evenly, where it has other layers."""
     teacher = read_teacher(config.distillation.teacher or "")
     if teacher.num_layers == model.num_layers:
         return config
     return replace(config, pipeline=replace(config.pipeline, layout=None))
-
-
-def check_distillation(loaded: LoadedConfig, model: ModelConfig) -> None:
-    """Check that a teacher knows the student's tokens and sequences.
-
-    Raises:
-        ConfigError: It does not, or can't be read.
-    """
-    folder = loaded.config.distillation.teacher
-    if folder is None:
-        return
-    field, shown = "distillation.teacher", shorten(folder, 200)
-    if model.encoder_layers:
-        raise loaded.error(field, "is for decoders, and the model has an encoder; leave it out")
-    try:
-        teacher = read_teacher(folder)
-    except (CheckpointError, ExchangeError, FileError) as error:
-        raise loaded.error(field, str(error)) from error
-    if teacher.vocab_size != model.vocab_size:
-        text = f"{shown} has {teacher.vocab_size} tokens, and the model {model.vocab_size}; use a "
-        text += f"teacher with the same tokenizer, and model.vocab_size={teacher.vocab_size}"
-        raise loaded.error(field, text)
-    length = loaded.config.training.sequence_length
-    if length > teacher.max_sequence_length:
-        text = f"{shown} reads {teacher.max_sequence_length} tokens, and training.sequence_length "
-        raise loaded.error(field, f"{text}is {length}; make it shorter, or use another teacher")
-    if _checkpoint(Path(folder)) is not None and teacher.vocab_rows != model.vocab_rows:
-        text = f"{shown} has a head of {teacher.vocab_rows} rows, and the model one of "
-        text += f"{model.vocab_rows}; set model.vocab_multiple={teacher.vocab_multiple}"
-        raise loaded.error(field, text)
-
-
-def check_teacher_layout(loaded: LoadedConfig, model: ModelConfig, layout: ParallelLayout) -> None:
-    """Check that a teacher can be laid out as the student is.
-
-    Raises:
-        ConfigError: It can't.
-    """
-    folder = loaded.config.distillation.teacher
-    if folder is None:
-        return
-    teacher = replace(read_teacher(folder), mtp=None)
-    if not any(isinstance(layer.feed_forward, MoEConfig) for layer in teacher.layers):
-        layout = replace(layout, ep=1, etp=1)  # which the student's experts have for themselves
-    for field, text in layout_misfits(_for_teacher(loaded.config, model), teacher, layout):
-        what = f"{shorten(folder, 200)} does not fit the layout ({field}): {text}"
-        raise loaded.error("distillation.teacher", what)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mt_data_parallel import GradBuffer
+from mt_data_parallel import GradBuffer, GraphSinks
 from mt_fusions import GraphPool
 from mt_model import GraphOptions, graph_stage
 from mt_optim import device_step_obstacle
 
 from mt_train.config.run_config import RunConfig
 from mt_train.parts.captured_update import CapturedUpdate
-from mt_train.parts.graph_sinks import GraphSinks
 from mt_train.parts.part import Run, Setup, TrainerPart
 from mt_train.parts.update import Update
 from mt_train.reporting.metrics import Record

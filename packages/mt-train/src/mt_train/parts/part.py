@@ -35,6 +35,7 @@ class Setup:
         model: The whole model's configuration.
         state: This rank's place in the layout.
         stages: Model stages of this rank; their parameters are on the meta device at first.
+        stage_options: Arguments of `ModelConfig.build` that all stages have.
         microbatches: Micro-batches of one step on this rank.
     """
 
@@ -42,6 +43,7 @@ class Setup:
     model: ModelConfig
     state: ParallelState
     stages: Sequence[GPT]
+    stage_options: Mapping[str, Any]
     microbatches: int
 
 

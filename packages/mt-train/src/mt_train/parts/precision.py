@@ -13,8 +13,8 @@ from mt_data_parallel import GradBuffer
 from mt_files import did_you_mean, multiples_near, shorten
 from mt_fp8 import DelayedScales, PrimaryWeights, Recipe, end_step
 from mt_fp8 import recipe as recipe_of
-from mt_model import GPT, ModelConfig
-from mt_moe import GroupedLinear
+from mt_model import GPT, ModelConfig, block_linears, grouped_layers
+from mt_moe import GroupedLinear, LowPrecisionExperts
 from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
@@ -35,7 +35,6 @@ from mt_train.config.loading import LoadedConfig
 from mt_train.config.parallel_section import ParallelSection
 from mt_train.config.precision_section import PrecisionSection
 from mt_train.config.run_config import RunConfig
-from mt_train.parts.expert_precision import LowPrecisionExperts
 from mt_train.parts.part import Setup, TrainerPart
 
 
@@ -72,8 +71,33 @@ class LowPrecision(TrainerPart):
 
     @staticmethod
     def check(loaded: LoadedConfig, model: ModelConfig) -> None:
-        """Check that there is something to quantise, and that ranks' parts are whole blocks."""
-        check_precision(loaded, model)
+        """Check that there is something to quantise, and that ranks' parts are whole blocks.
+
+        Raises:
+            ConfigError: A glob is of no layer, all layers are kept, or a size is no multiple.
+        """
+        section = loaded.config.precision
+        whole = model.build(ParallelState(ParallelLayout()), device="meta", seed=None)
+        named = _names(whole)
+        names = list(dict.fromkeys(each for own in named.items() for each in (own[0], *own[1])))
+        for index, glob in enumerate(section.keep):
+            if not any(fnmatchcase(name, glob) for name in names):
+                text = f"{shorten(glob)} is the name of no linear layer of a block. "
+                raise loaded.error(f"precision.keep[{index}]", text + did_you_mean(glob, names))
+        chosen = chosen_linears(section, whole, model.num_layers)
+        if not chosen:
+            text = f"{section.recipe} has no layers: keep, keep_first and keep_last leave all "
+            text += (
+                f"{sum(map(len, named.values()))} as they are; keep fewer, or leave the recipe out"
+            )
+            raise loaded.error("precision.recipe", text)
+        size = read_recipe(section).block_size
+        cut = [name for name, own in named.items() if not chosen.isdisjoint(own)]
+        layers, layout = {**block_linears(whole), **grouped_layers(whole)}, loaded.config.parallel
+        misfits = {name: bad for name in cut if (bad := _misfit(layers[name], size, layout))}
+        if misfits:
+            raise loaded.error("precision.recipe", _misfit_text(section, misfits, size))
+        _check_tokens(loaded, size)
 
     def shard_options(self) -> Mapping[str, Any]:
         """Return the holder of weights in 8 bits alone."""
@@ -228,36 +252,6 @@ def _is_kept(section: PrecisionSection, names: set[str]) -> bool:
     return any(fnmatchcase(name, glob) for name in names for glob in section.keep)
 
 
-def check_precision(loaded: LoadedConfig, model: ModelConfig) -> None:
-    """Check that there is something to quantise, and that ranks' parts are whole blocks.
-
-    Raises:
-        ConfigError: A glob is of no layer, all layers are kept, or a size is no multiple.
-    """
-    section = loaded.config.precision
-    if section.recipe is None:
-        return
-    whole = model.build(ParallelState(ParallelLayout()), device="meta", seed=None)
-    named = _names(whole)
-    names = list(dict.fromkeys(each for own in named.items() for each in (own[0], *own[1])))
-    for index, glob in enumerate(section.keep):
-        if not any(fnmatchcase(name, glob) for name in names):
-            text = f"{shorten(glob)} is the name of no linear layer of a block. "
-            raise loaded.error(f"precision.keep[{index}]", text + did_you_mean(glob, names))
-    chosen = chosen_linears(section, whole, model.num_layers)
-    if not chosen:
-        text = f"{section.recipe} has no layers: keep, keep_first and keep_last leave all "
-        text += f"{sum(map(len, named.values()))} as they are; keep fewer, or leave the recipe out"
-        raise loaded.error("precision.recipe", text)
-    size = read_recipe(section).block_size
-    cut = [name for name, own in named.items() if not chosen.isdisjoint(own)]
-    layers, layout = {**block_linears(whole), **grouped_layers(whole)}, loaded.config.parallel
-    misfits = {name: bad for name in cut if (bad := _misfit(layers[name], size, layout))}
-    if misfits:
-        raise loaded.error("precision.recipe", _misfit_text(section, misfits, size))
-    _check_tokens(loaded, size)
-
-
 def _check_tokens(loaded: LoadedConfig, size: int) -> None:
     """Check that blocks of tokens do not reach over two sequences, or into another rank's."""
     parallel, training = loaded.config.parallel, loaded.config.training
@@ -275,19 +269,6 @@ def _check_tokens(loaded: LoadedConfig, size: int) -> None:
             text += f"{loaded.config.precision.recipe} has blocks of {size} tokens, of which each "
             text += f"of {parts} parts has whole ones; use {multiples_near(length, parts * size)}"
             raise loaded.error(field, text)
-
-
-def block_linears(stage: nn.Module) -> Mapping[str, ColumnParallelLinear | RowParallelLinear]:
-    """Return the parallel linear layers of a stage's blocks by their global names."""
-    kinds = (ColumnParallelLinear, RowParallelLinear)
-    named = ((name, m) for name, m in stage.named_modules() if name.startswith("layers."))
-    return {name: m for name, m in named if isinstance(m, kinds)}
-
-
-def grouped_layers(stage: nn.Module) -> Mapping[str, GroupedLinear]:
-    """Return the layers of a stage's blocks with a weight for each expert, by global names."""
-    named = ((name, m) for name, m in stage.named_modules() if name.startswith("layers."))
-    return {name: m for name, m in named if isinstance(m, GroupedLinear)}
 
 
 def _names(stage: nn.Module) -> dict[str, tuple[str, ...]]:

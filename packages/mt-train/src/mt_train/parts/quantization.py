@@ -2,59 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import cast
 
 from mt_data_parallel import GradBuffer
-from mt_model import GPT, ModelConfig, kv_formats
-from mt_moe import GroupedLinear, unfuse_experts
-from mt_parallel_state import Group, ParallelLayout, ParallelState, group_size, share_json
-from mt_quant import (
-    Decision,
-    FakeQuantizer,
-    LinearShape,
-    QuantizationConfig,
-    QuantizationError,
-    training_obstacle,
-)
-from mt_tensor_parallel import (
-    ColumnParallelLinear,
-    Gemm,
-    Operand,
-    Role,
-    RowParallelLinear,
-    TorchGemm,
-)
-from torch import Tensor, nn
+from mt_model import GPT, FakeQuantizedGemm, ModelConfig, block_linears, fake_quantize, kv_formats
+from mt_moe import unfuse_experts
+from mt_parallel_state import ParallelLayout, ParallelState, share_json
+from mt_quant import Decision, QuantizationConfig, QuantizationError, training_obstacle
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from mt_train.config.loading import LoadedConfig
 from mt_train.config.quantization_section import QuantizationSection
 from mt_train.config.run_config import RunConfig
 from mt_train.parts.part import Setup, TrainerPart
-from mt_train.parts.precision import block_linears, grouped_layers
-
-
-class FakeQuantizedGemm(TorchGemm):
-    """torch's products of a rounded weight and, where the rule has a format for it, input.
-
-    The backward products use the rounded operands, and gradients pass the rounding unchanged.
-
-    Args:
-        quantizer: Rounds the layer's operands.
-    """
-
-    def __init__(self, quantizer: FakeQuantizer) -> None:
-        self.quantizer = quantizer
-
-    def operand(self, x: Tensor, role: Role) -> Operand:
-        """Round a weight or an input; a gradient stays. See `Gemm.operand`."""
-        if role == "weight":
-            return self.quantizer.round_weight(x)
-        return self.quantizer.round_input(x) if role == "input" else x
-
-    def __repr__(self) -> str:
-        decision = self.quantizer.decision
-        return f"FakeQuantizedGemm(weight={decision.weight}, input={decision.input})"
 
 
 class FakeQuantization(TrainerPart):
@@ -74,8 +35,42 @@ class FakeQuantization(TrainerPart):
 
     @staticmethod
     def check(loaded: LoadedConfig, model: ModelConfig) -> None:
-        """Check that the rules fit the model, its layout, and what training can round."""
-        check_quantization(loaded, model)
+        """Check that rules fit the model, its layout, and what training can round.
+
+        Raises:
+            ConfigError: They don't; every problem is named.
+        """
+        section = loaded.config.quantization
+        field = "quantization.recipe" if section.config is None else "quantization.config"
+        whole = _whole(model)
+        try:
+            decisions = read_rules(section).decide(whole)
+            formats = kv_formats(whole, decisions)
+        except QuantizationError as error:
+            raise loaded.error(field, str(error)) from error
+        linears, parallel = block_linears(whole), loaded.config.parallel
+        etp = parallel.etp or (parallel.tp if parallel.ep == 1 else 1)
+        problems: list[str] = []
+        for name, decision in decisions.items():
+            if decision.weight is not None:
+                problem = training_obstacle(decision) if name in linears else _ELSEWHERE
+                ranks = etp if ".experts." in name else parallel.tp
+                problem = problem or _cut(linears[name], decision, ranks)
+                problems += [] if problem is None else [f"{name} {problem}"]
+        problems += [
+            f"layers.{index}.mixer has keys and values in {kept}, with scales from calibration; "
+            f"training makes one for each head of each token: use {kept.type}"
+            for index, kept in formats.items()
+            if kept.is_static
+        ]
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+            raise loaded.error(field, f"{section.given}: {problems[0]}{more}")
+        if not formats and all(decision.weight is None for decision in decisions.values()):
+            text = (
+                f"{section.given}: no layer gets a format of its weight; name one, or leave it out"
+            )
+            raise loaded.error(field, text)
 
     def parameters_ready(self, buffer: GradBuffer) -> None:
         """Choose the strategies of layers, and the formats of keys and values."""
@@ -113,63 +108,6 @@ class FakeQuantization(TrainerPart):
         yield f"quantization {given}: {count} linear layers are rounded{also}"
 
 
-def fake_quantize(
-    stage: nn.Module,
-    decisions: Mapping[str, Decision],
-    *,
-    group: Group = None,
-    keeps_weight: bool = True,
-) -> dict[str, FakeQuantizedGemm]:
-    """Have the linear layers of a stage's blocks, and its experts, multiply rounded weights.
-
-    Args:
-        stage: Model, or stage of a model.
-        decisions: Decision for each of the whole model's layers, by name, and for its experts by
-            number.
-        group: Group of the ranks that share an expert (etp).
-        keeps_weight: Whether rounded weights are kept until the weights change.
-
-    Returns:
-        The strategies by the names of their layers.
-    """
-    made: dict[str, FakeQuantizedGemm] = {}
-    for name, layer in block_linears(stage).items():
-        decision = decisions[name]
-        if decision.weight is None:
-            continue
-        shape = cast("LinearShape", LinearShape.of(layer))
-        gemm = FakeQuantizedGemm(FakeQuantizer(shape, decision, keeps_weight=keeps_weight))
-        layer.choose_gemm(name, lambda _, gemm=gemm: gemm)
-        made[name] = gemm
-    for name, layer in grouped_layers(stage).items():
-        shape = _shape_of_experts(layer, group)
-
-        def gemm_for(expert: str, shape: LinearShape = shape) -> Gemm:
-            if decisions[expert].weight is None:
-                return TorchGemm()
-            quantizer = FakeQuantizer(shape, decisions[expert], keeps_weight=keeps_weight)
-            return made.setdefault(expert, FakeQuantizedGemm(quantizer))
-
-        layer.choose_gemm(name, gemm_for)
-    return made
-
-
-def _shape_of_experts(layer: GroupedLinear, group: Group) -> LinearShape:
-    """Return how the weight of one expert lies."""
-    _, *outputs, features = layer.weight.shape
-    is_out = layer.split == "out"
-    whole = group_size(group) == 1
-    return LinearShape(
-        outputs=tuple(outputs),
-        inputs=(features,),
-        split=None if whole else "outputs" if is_out else "inputs",
-        dim=len(outputs) - 1 if is_out and not whole else 0,
-        axis="etp",
-        group=None if whole else group,
-        communicate=False,
-    )
-
-
 def read_rules(section: QuantizationSection) -> QuantizationConfig:
     """Return the rules that a section names, which it does.
 
@@ -180,45 +118,6 @@ def read_rules(section: QuantizationSection) -> QuantizationConfig:
     if section.config is not None:
         return QuantizationConfig.from_yaml(section.config)
     return QuantizationConfig.named(section.recipe or "", group_size=section.group_size)
-
-
-def check_quantization(loaded: LoadedConfig, model: ModelConfig) -> None:
-    """Check that rules fit the model, its layout, and what training can round.
-
-    Raises:
-        ConfigError: They don't; every problem is named.
-    """
-    section = loaded.config.quantization
-    if section.given is None:
-        return
-    field = "quantization.recipe" if section.config is None else "quantization.config"
-    whole = _whole(model)
-    try:
-        decisions = read_rules(section).decide(whole)
-        formats = kv_formats(whole, decisions)
-    except QuantizationError as error:
-        raise loaded.error(field, str(error)) from error
-    linears, parallel = block_linears(whole), loaded.config.parallel
-    etp = parallel.etp or (parallel.tp if parallel.ep == 1 else 1)
-    problems: list[str] = []
-    for name, decision in decisions.items():
-        if decision.weight is not None:
-            problem = training_obstacle(decision) if name in linears else _ELSEWHERE
-            ranks = etp if ".experts." in name else parallel.tp
-            problem = problem or _cut(linears[name], decision, ranks)
-            problems += [] if problem is None else [f"{name} {problem}"]
-    problems += [
-        f"layers.{index}.mixer has keys and values in {kept}, with scales from calibration; "
-        f"training makes one for each head of each token: use {kept.type}"
-        for index, kept in formats.items()
-        if kept.is_static
-    ]
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise loaded.error(field, f"{section.given}: {problems[0]}{more}")
-    if not formats and all(decision.weight is None for decision in decisions.values()):
-        text = f"{section.given}: no layer gets a format of its weight; name one, or leave it out"
-        raise loaded.error(field, text)
 
 
 _ELSEWHERE = (

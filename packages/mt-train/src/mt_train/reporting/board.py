@@ -19,12 +19,9 @@ class Board:
     """
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ModuleNotFoundError(
-                "logging.tensorboard needs: pip install tensorboard"
-            ) from error
+        # `load_config` looked whether it is installed.
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def write(self, record: Record) -> None:

@@ -34,13 +34,8 @@ def build_stages(
     schedule = plan.schedule
     held = schedule.stages_of(state.index("pp"))
     stages = [
-        cast(
-            "GPT",
-            config.build(
-                state, layers=plan.layers[stage % schedule.depth], device="meta", **options
-            ),
-        )
-        for stage in held
+        cast("GPT", config.build(state, layers=layers, device="meta", **options))
+        for layers in plan.layers_of(state.index("pp"))
     ]
     if schedule.directions == 2:
         for number, stage in zip(held, stages, strict=True):

@@ -102,12 +102,14 @@ class Trainer:
             num_layers=model_config.num_layers,
             modules=len(model_config.mtp_layers),
         )
-        self.stages = build_stages(plan, model_config, state, **stage_options(config))
+        options = stage_options(config)
+        self.stages = build_stages(plan, model_config, state, **options)
         setup = Setup(
             config=config,
             model=model_config,
             state=state,
             stages=self.stages,
+            stage_options=options,
             microbatches=sampler.num_microbatches,
         )
         self.parts = [part(setup) for part in wanted_parts(config)]

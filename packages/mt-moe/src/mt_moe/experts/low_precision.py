@@ -6,10 +6,11 @@ import zlib
 from typing import cast
 
 from mt_fp8 import DelayedScales, Recipe, Split
-from mt_moe import GroupedLinear
 from mt_parallel_state import ParallelState, PartitionSpec, shard_param, sharding_of
 from mt_tensor_parallel import Gemm, QuantizedGemm, Role, TorchGemm
 from torch import Tensor, nn
+
+from mt_moe.experts.grouped_linear import GroupedLinear
 
 
 class LowPrecisionExperts:
