@@ -89,13 +89,7 @@ class Quickstart:
     """Local processes to start (data parallel)."""
 
 
-_COMMANDS = {
-    "quickstart": Quickstart,
-    "run": Run,
-    "config": Config,
-    "memory": Memory,
-    "keys": Keys,
-}
+_COMMANDS = {"quickstart": Quickstart, "run": Run, "config": Config, "memory": Memory, "keys": Keys}
 _Command = Run | Config | Memory | Keys | Quickstart
 
 

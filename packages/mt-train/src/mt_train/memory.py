@@ -79,12 +79,8 @@ class RankMemory:
 def plans_of(config: RunConfig) -> Mapping[str, Plan]:
     """Return the run's own plan, and others to compare it with."""
     attention = RecomputePlan(rules=(RecomputeRule(modules=("norm", "activation", "attention")),))
-    others: dict[str, Plan] = {
-        "none": "none",
-        "selective": "selective",
-        "attention": attention,
-        "full": "full",
-    }
+    words: dict[str, Plan] = {"none": "none", "selective": "selective"}
+    others = words | {"attention": attention, "full": "full"}
     own: Plan = RecomputePlan.of(config.training.recompute)
     return {"run": own, **{k: v for k, v in others.items() if RecomputePlan.of(v) != own}}
 
@@ -112,10 +108,9 @@ def count(loaded: LoadedConfig) -> list[RankMemory]:
         modules=len(model.mtp_layers),
     )
     try:
-        ranks = [_rank(config, model, layout, plan, index) for index in range(layout.pp)]
+        return [_rank(config, model, layout, plan, index) for index in range(layout.pp)]
     except ValueError as error:
         raise loaded.error("model", str(error)) from error
-    return ranks
 
 
 def _obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:

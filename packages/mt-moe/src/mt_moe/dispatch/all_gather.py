@@ -117,6 +117,3 @@ class AllGatherDispatcher(Dispatcher):
         if min(found) < 0:
             raise RoutingError(not_finite(f"rank {found.index(-1)} of the experts' group"))
         return max(found)
-
-    def __repr__(self) -> str:
-        return f"AllGatherDispatcher({self.num_experts}, ranks={group_size(self.groups.experts)})"

@@ -140,9 +140,6 @@ class AllToAllDispatcher(Dispatcher):
             raise RoutingError(not_finite(f"rank {bad[0]} of the experts' group"))
         return both[0], both[1], other.view(-1, self.local_experts)
 
-    def __repr__(self) -> str:
-        return f"AllToAllDispatcher({self.num_experts}, ep={self.groups.ep}, etp={self.groups.etp})"
-
 
 def _directions(handle: _Handle) -> tuple[Start, Start]:
     """Return the all-to-all that sends rows to their experts, and the one that brings them back."""

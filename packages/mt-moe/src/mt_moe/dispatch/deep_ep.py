@@ -136,9 +136,6 @@ class DeepEPDispatcher(Dispatcher):
             )
         return self.groups.buffers[sizes]
 
-    def __repr__(self) -> str:
-        return f"DeepEPDispatcher({self.num_experts}, ep={self.groups.ep})"
-
 
 class _Dispatch(torch.autograd.Function):
     """Send tokens and weights to the ranks of their experts; backward sums over these ranks."""

@@ -51,6 +51,3 @@ class LocalDispatcher(Dispatcher):
         """See `Dispatcher`."""
         places, weights, kept = in_flight.handle
         return unpermute(only_first(in_flight.edge, kept), places, weights)
-
-    def __repr__(self) -> str:
-        return f"LocalDispatcher({self.num_experts})"

@@ -19,14 +19,6 @@ from mt_quant.methods.gptq import gptq
 from mt_quant.methods.smoothquant import smoothquant
 from mt_quant.methods.svdquant import svdquant
 
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str": (str,),
-}
-
-
 Rounding: TypeAlias = Callable[..., QuantizedMatrix]
 """A pure function `(weight, format, statistics, **options)` of a whole weight, [out, in].
 
@@ -82,8 +74,8 @@ def check_method(name: str, options: Mapping[str, Any]) -> Method:
         raise QuantizationError(f"unknown method {name!r}. {did_you_mean(name, METHODS)}")
     method = METHODS[name]
     known = {
-        parameter.name: str(parameter.annotation)
-        for parameter in inspect.signature(method.function).parameters.values()
+        parameter.name: parameter.annotation
+        for parameter in inspect.signature(method.function, eval_str=True).parameters.values()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
     for option, value in options.items():
@@ -94,7 +86,8 @@ def check_method(name: str, options: Mapping[str, Any]) -> Method:
                 else f"method {name!r} has no options, got {option!r}"
             )
         kind = known[option]
-        allowed = _KINDS[kind]
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-            raise QuantizationError(f"option {option!r} must be {kind}, got {shorten(value)}")
+        if type(value) is not kind and (kind, type(value)) != (float, int):
+            raise QuantizationError(
+                f"option {option!r} must be {kind.__name__}, got {shorten(value)}"
+            )
     return method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from mt_quant.rules.rule import Decision
 from mt_quant.rules.table import table
 
 
-@dataclass(kw_only=True)
+@dataclass
 class _Size:
     """Number of layers, their weights, and bytes before and after."""
 
@@ -21,11 +21,9 @@ class _Size:
     before: int = 0
     after: int = 0
 
-    def add(self, other: _Size) -> None:
-        self.layers += other.layers
-        self.weights += other.weights
-        self.before += other.before
-        self.after += other.after
+    def __add__(self, other: _Size) -> _Size:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return _Size(*(own + more for own, more in pairs))
 
     def cells(self, rule: str) -> tuple[str, ...]:
         bits = (8 * size / max(self.weights, 1) for size in (self.before, self.after))
@@ -69,11 +67,10 @@ class ModelSizes:
             layer = model.get_submodule(name)
             low = isinstance(layer, QuantizedLinear)
             before.after = layer.quantized_weight.nbytes if low else before.before
-            shares.setdefault(self._rule(decision), _Size()).add(before)
+            rule = self._rule(decision)
+            shares[rule] = shares.get(rule, _Size()) + before
         shares["everything but weights of linear layers"] = self._others(model)
-        total = _Size()
-        for share in shares.values():
-            total.add(share)
+        total = sum(shares.values(), _Size())
         rows = [("rule", "layers", "weights", "bits before", "bits after")]
         rows += [size.cells(rule) for rule, size in (shares | {"all": total}).items()]
         return table(rows, right=1)

@@ -93,10 +93,9 @@ class MaskingSection:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        for name in ("fraction", "masked", "random"):
-            if name not in checks.errors and not 0 <= getattr(self, name) <= 1:
-                checks.add(name, f"{getattr(self, name)}; use a share of 0 to 1")
         checks.above(0, "fraction")
+        checks.at_least(0, "masked", "random")
+        checks.at_most(1, "fraction", "masked", "random")
         if not checks.errors and self.masked + self.random > 1 + 1e-9:
             text = f"{self.random} and masked {self.masked} are more than 1 together"
             checks.add("random", f"{text}; lower one of them")
@@ -187,9 +186,8 @@ class DataSection:
             text = f"{self.packing} does not go with data.objective mlm, whose rows have one"
             checks.add("packing", f"{text} document each; leave it out")
         if self.objective == "clm" and self.masking is not None:
-            checks.add(
-                "masking", "hides nothing without data.objective: mlm; set that, or leave it out"
-            )
+            text = "hides nothing without data.objective: mlm; set that, or leave it out"
+            checks.add("masking", text)
         checks.done()
 
     @property

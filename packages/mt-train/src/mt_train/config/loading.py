@@ -158,28 +158,22 @@ class LoadedConfig:
     def layout(self, world_size: int) -> ParallelLayout:
         """Fit the parallel section to a number of processes."""
         p, pp = self.config.parallel, self.config.pp
-        model_ranks = p.tp * pp * p.cp
-        if p.dp is None and world_size % model_ranks:
-            axes = (f"parallel.{name}" for name in ("tp", "cp", "pp") if getattr(p, name) > 1)
-            raise self.error(
-                next(axes, "pipeline.stages"),
-                f"tp {p.tp} x pp {pp} x cp {p.cp} needs {model_ranks} processes or a multiple, but "
-                f"there {'is' if world_size == 1 else 'are'} {world_size}; run with --nproc "
-                f"{model_ranks}",
-            )
-        if p.dp is not None and p.tp * pp * p.cp * p.dp != world_size:
-            needed = p.tp * pp * p.cp * p.dp
-            raise self.error(
-                "parallel.dp",
-                f"tp {p.tp} x pp {pp} x cp {p.cp} x dp {p.dp} needs {needed} processes, but "
-                f"there are {world_size}; run with --nproc {needed}, or leave parallel.dp out",
-            )
+        needed = p.tp * pp * p.cp * (p.dp or 1)
+        if world_size % needed or (p.dp is not None and needed != world_size):
+            sizes, way_out = f"tp {p.tp} x pp {pp} x cp {p.cp}", ""
+            axes = [f"parallel.{axis}" for axis in ("tp", "cp", "pp") if getattr(p, axis) > 1]
+            blamed = [*axes, "pipeline.stages"][0]
+            if p.dp is not None:
+                blamed, sizes = "parallel.dp", f"{sizes} x dp {p.dp}"
+                way_out = ", or leave parallel.dp out"
+            text = f"{sizes} needs {needed} processes{'' if p.dp else ' or a multiple'}, but there "
+            text += f"{'is' if world_size == 1 else 'are'} {world_size}; run with --nproc {needed}"
+            raise self.error(blamed, text + way_out)
         from mt_parallel_state import ParallelLayout
 
+        sizes = {"tp": p.tp, "pp": pp, "cp": p.cp, "ep": p.ep, "etp": p.etp}
         try:  # the sizes fit, so only the order can be wrong
-            return ParallelLayout.fit(
-                world_size, tp=p.tp, pp=pp, cp=p.cp, ep=p.ep, etp=p.etp, order=p.order
-            )
+            return ParallelLayout.fit(world_size, **sizes, order=p.order)
         except ValueError as error:
             raise self.error("parallel.order", str(error)[:500]) from error
 

@@ -81,8 +81,8 @@ class QKClipEntry:
         checks = Checks(self)
         checks.above(0, "threshold")
         checks.at_most(_MAX_RATE, "threshold")
-        if not 0 <= self.alpha <= 1:
-            checks.add("alpha", f"{self.alpha}: expected a number from 0 to 1")
+        checks.at_least(0, "alpha")
+        checks.at_most(1, "alpha")
         checks.done()
 
 
@@ -225,54 +225,39 @@ class OptimizerSection:
         checks.at_most(_MAX_RATE, "lr", "eps", "weight_decay", "weight_decay_end")
         checks.at_most(_MAX_RATE, "width_multiplier")
         checks.at_least(0, "offload")
-        checks.at_most(1, "offload")
+        checks.at_most(1, "offload", "anneal")
+        checks.fraction("ema", "momentum")
         if self.offload_dir is not None and not self.offload:
-            checks.add(
-                "offload_dir",
-                f"{shorten(self.offload_dir)} stays empty with optimizer.offload 0; set offload to "
-                "a share above 0, or leave offload_dir out",
-            )
+            text = f"{shorten(self.offload_dir)} stays empty with optimizer.offload 0; set offload "
+            checks.add("offload_dir", text + "to a share above 0, or leave offload_dir out")
         if not checks.errors:
-            if self.anneal > 1:
-                checks.add("anneal", f"{self.anneal} is a share of the steps; use 0 to 1")
             if self.min_lr > self.lr:
-                checks.add(
-                    "min_lr", f"{self.min_lr} is above optimizer.lr {self.lr}; use that or less"
-                )
+                text = f"{self.min_lr} is above optimizer.lr {self.lr}; use that or less"
+                checks.add("min_lr", text)
             if not all(0 <= beta < 1 for beta in self.betas):
                 checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
-            if self.ema is not None and not 0 <= self.ema < 1:
-                checks.add("ema", f"{self.ema}: expected a number from 0 to below 1, or null")
             self._check_decay(checks)
         for key, (decides, names) in _ONLY_FOR.items():
             value, chosen = getattr(self, key), getattr(self, decides)
             if chosen not in names and value != type(self).__dataclass_fields__[key].default:
                 text = value if isinstance(value, str) else json.dumps(value)
-                checks.add(
-                    key,
-                    f"{text} does not go with optimizer.{decides} {chosen}; leave it out, or use "
-                    f"{' or '.join(names)}",
-                )
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            checks.add("momentum", f"{self.momentum}: expected a number from 0 to below 1")
-        elif self.name == "sgd" and self.nesterov and self.momentum == 0:
+                text += f" does not go with optimizer.{decides} {chosen}; leave it out, or use "
+                checks.add(key, text + " or ".join(names))
+        if self.name == "sgd" and self.nesterov and self.momentum == 0:
             checks.add("nesterov", "true needs an optimizer.momentum above 0")
         if self.name == "sgd" and self.momentum == 0 and self.moments_dtype != "full":
-            checks.add(
-                "moments_dtype",
-                f"{self.moments_dtype} has nothing to keep with optimizer.momentum 0; leave it "
-                "out, or use a momentum above 0",
-            )
+            text = f"{self.moments_dtype} has nothing to keep with optimizer.momentum 0; leave it "
+            checks.add("moments_dtype", text + "out, or use a momentum above 0")
         checks.done()
 
     def _check_decay(self, checks: Checks) -> None:
         is_constant = self.weight_decay_schedule == "constant"
         if is_constant and self.weight_decay_end not in (None, self.weight_decay):
-            checks.add(
-                "weight_decay_end",
-                f"{self.weight_decay_end} is not optimizer.weight_decay {self.weight_decay}, "
-                "and optimizer.weight_decay_schedule is constant; use linear or cosine",
+            text = (
+                f"{self.weight_decay_end} is not optimizer.weight_decay {self.weight_decay}, and "
             )
+            text += "optimizer.weight_decay_schedule is constant; use linear or cosine"
+            checks.add("weight_decay_end", text)
         elif not is_constant and self.weight_decay_end is None:
             text = "missing; optimizer.weight_decay_schedule goes there"
             checks.add("weight_decay_end", f"{text}, or leave that out")
@@ -288,12 +273,9 @@ class OptimizerSection:
         checks.at_least(1, "loss_scale_window", "hysteresis")
         for key in (*sizes, "loss_scale_window", "hysteresis"):
             if getattr(self, key) is not None and self.loss_scale != "dynamic":
-                checks.add(
-                    key,
-                    f"{getattr(self, key)} is for optimizer.loss_scale dynamic, which is "
-                    f"{'null' if self.loss_scale is None else self.loss_scale}; leave it out, or "
-                    "use dynamic",
-                )
+                text = f"{getattr(self, key)} is for optimizer.loss_scale dynamic, which is "
+                text += f"{'null' if self.loss_scale is None else self.loss_scale}; leave it out"
+                checks.add(key, text + ", or use dynamic")
         first, least = self.initial_loss_scale, self.min_loss_scale
         if not checks.errors and first is not None and least is not None and first < least:
             checks.add("initial_loss_scale", f"{first} is below optimizer.min_loss_scale {least}")

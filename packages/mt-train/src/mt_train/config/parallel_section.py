@@ -63,11 +63,9 @@ class ParallelSection:
         checks.at_most(10**6, "check_timeout")
         hierarchical = not checks.errors and "hierarchical" in self.cp_algorithms(1)
         if hierarchical and (not self.cp_inner or self.cp % self.cp_inner):
-            checks.add(
-                "cp_inner",
-                f"{self.cp_inner} does not divide parallel.cp {self.cp}, which the hierarchical "
-                f"algorithm needs; use one of {listed(divisors(self.cp))}",
-            )
+            text = f"{self.cp_inner} does not divide parallel.cp {self.cp}, which the hierarchical "
+            text += f"algorithm needs; use one of {listed(divisors(self.cp))}"
+            checks.add("cp_inner", text)
         checks.done()
 
     def cp_algorithms(self, num_layers: int) -> tuple[ContextAlgorithm, ...]:
@@ -125,21 +123,17 @@ class DataParallelSection:
         checks.at_least(1, "replicas")
         checks.at_most(MAX_RANKS, "replicas")
         if self.replicas > 1 and self.strategy == "none":
-            checks.add(
-                "replicas",
-                f"{self.replicas} groups have nothing to share out with data_parallel.strategy "
-                "none; leave it out, or use strategy optimizer, optimizer_gradients or full",
-            )
+            text = f"{self.replicas} groups have nothing to share out with data_parallel.strategy "
+            text += "none; leave it out, or use strategy optimizer, optimizer_gradients or full"
+            checks.add("replicas", text)
         checks.at_least(0, "prefetch")
         checks.at_most(_MAX_PREFETCH, "prefetch")
         for name in ("prefetch", "shard_dtype", "offload"):
             value = getattr(self, name)
             if value and self.strategy == "none":
-                checks.add(
-                    name,
-                    f"{str(value).lower()} is about what is shared out, and data_parallel.strategy "
-                    "is none; leave it out, or use strategy optimizer, optimizer_gradients or full",
-                )
+                text = f"{str(value).lower()} is about what is shared out, and data_parallel."
+                text += "strategy is none; leave it out, or use strategy optimizer, "
+                checks.add(name, text + "optimizer_gradients or full")
         checks.done()
 
 

@@ -79,12 +79,9 @@ class TrainingSection:
         checks = Checks(self)
         if self.compile and not RecomputePlan.of(self.recompute).has_only_layers:
             shown = repr(self.recompute) if isinstance(self.recompute, str) else "a plan of modules"
-            checks.add(
-                "recompute",
-                f"{shown} does not go with training.compile, whose compiler decides itself what "
-                'of a layer to compute again; use "none", "full" or a plan of whole layers, or '
-                "compile: false",
-            )
+            text = f"{shown} does not go with training.compile, whose compiler decides itself what "
+            text += 'of a layer to compute again; use "none", "full" or a plan of whole layers, or '
+            checks.add("recompute", text + "compile: false")
         checks.at_least(1, "steps", "global_batch_size", "micro_batch_size", "sequence_length")
         checks.at_most(MAX_STEPS, "steps")
         checks.at_most(_MAX_BATCH, "global_batch_size", "micro_batch_size")
@@ -92,11 +89,9 @@ class TrainingSection:
         checks.above(0, "grad_clip", "time_budget")
         checks.at_least(0, "seed")
         if not checks.errors and self.micro_batch_size * self.sequence_length > _MAX_TOKENS:
-            checks.add(
-                "micro_batch_size",
-                f"{self.micro_batch_size} sequences of {self.sequence_length} tokens are more than "
-                f"{_MAX_TOKENS} tokens; use {_MAX_TOKENS // self.sequence_length} or less",
-            )
+            text = f"{self.micro_batch_size} sequences of {self.sequence_length} tokens are more "
+            text += f"than {_MAX_TOKENS} tokens; use {_MAX_TOKENS // self.sequence_length} or less"
+            checks.add("micro_batch_size", text)
         checks.done()
 
 
@@ -151,15 +146,11 @@ class CheckpointSection:
         if isinstance(self.every, int):
             checks.at_least(1, "every")
         elif self.every is not None and not self.every_seconds:
-            checks.add(
-                "every",
-                f"{self.every!r} is no number of steps and no time above 0; use e.g. 500, 30s, "
-                "10min or 2h",
-            )
+            text = f"{self.every!r} is no number of steps and no time above 0; use e.g. 500, 30s, "
+            checks.add("every", text + "10min or 2h")
         if self.load_mode == "weights" and self.load is None:
-            checks.add(
-                "load_mode", "weights needs checkpoint.load, the run whose weights are taken"
-            )
+            text = "weights needs checkpoint.load, the run whose weights are taken"
+            checks.add("load_mode", text)
         checks.done()
 
     @property

@@ -46,18 +46,12 @@ class LowPrecision(TrainerPart):
     """
 
     folder = RunFolder.SCALING
-    uncounted = (
-        "precision.recipe",
-        "what quantised layers keep is not counted; leave it out to count",
-    )
+    uncounted = "precision.recipe", "what quantised layers keep is not counted; leave it out"
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._section, self._state, self._stages = (
-            setup.config.precision,
-            setup.state,
-            setup.stages,
-        )
+        self._section, self._state = setup.config.precision, setup.state
+        self._stages = setup.stages
         self._gemms: dict[str, QuantizedGemm] = {}
         self._experts: list[LowPrecisionExperts] = []
         own = (layer for stage in setup.stages for layer in block_linears(stage).values())
@@ -244,12 +238,10 @@ def chosen_linears(section: PrecisionSection, stage: nn.Module, num_layers: int)
     for name, names in _names(stage).items():
         index = int(name.split(".")[1])
         if section.keep_first <= index < num_layers - section.keep_last:
-            found |= {each for each in names if not _is_kept(section, {name, each})}
+            kept = {each for each in names for glob in section.keep if fnmatchcase(each, glob)}
+            is_kept = any(fnmatchcase(name, glob) for glob in section.keep)
+            found |= set() if is_kept else set(names) - kept
     return found
-
-
-def _is_kept(section: PrecisionSection, names: set[str]) -> bool:
-    return any(fnmatchcase(name, glob) for name in names for glob in section.keep)
 
 
 def _check_tokens(loaded: LoadedConfig, size: int) -> None:

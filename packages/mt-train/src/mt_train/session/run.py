@@ -19,11 +19,7 @@ from mt_data import (
     Tokenizer,
     count_text_bytes,
 )
-from mt_files import (
-    FileError,
-    to_plain,
-    write_file,
-)
+from mt_files import FileError, to_plain, write_file
 from mt_model import ModelConfig, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
@@ -55,14 +51,8 @@ from mt_train.training.chosen_kernels import kernel_lines
 from mt_train.training.evaluation import HeldOut, evaluate
 from mt_train.training.trainer import NonFiniteLossError, Step, Trainer
 
-_EVALUATED = (
-    "validation",
-    "packing",
-    "spans",
-    "objective",
-    "masking",
-    "split",
-)  # what an evaluation depends on of the data
+# What an evaluation depends on of the data.
+_EVALUATED = ("validation", "packing", "spans", "objective", "masking", "split")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,12 +304,8 @@ class _Session:
         config, step = self.config, self.trainer.progress.step
         if not self.trainer.finished:  # else this configuration trains nothing
             origin = None if self.start.own else self.start.path
-            record_part(
-                self.out / "history.jsonl",
-                step,
-                to_plain(config),
-                None if origin is None else str(origin),
-            )
+            named = None if origin is None else str(origin)
+            record_part(self.out / "history.jsonl", step, to_plain(config), named)
             write_file(self.out / "config.yaml", to_yaml(config))
         metrics = MetricsFile(
             self.out / "metrics.jsonl", resume_step=step, evaluates_again=self.trainer.finished

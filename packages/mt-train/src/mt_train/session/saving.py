@@ -137,7 +137,8 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
     ignored = [RunFolder.OPTIMIZER] if weights_only else []
     ignored += [] if continues_ema else [RunFolder.EMA]
     of_parts = [] if weights_only else _saved_part_shards(trainer, path)
-    ignored += _part_folders()  # a part that is no longer wanted has no use for its state
+    # A part that is no longer wanted has no use for its state.
+    ignored += [part.folder for part in PARTS if part.folder]
     load_checkpoint(
         path,
         _to_fill(trainer, tensors) + _buffer_shards(trainer) + of_parts,
@@ -157,10 +158,6 @@ def _saved_part_shards(trainer: Trainer, path: Path) -> list[TensorShard]:
     wanted, found = _part_shards(trainer), inspect_checkpoint(path).arrays
     others = [s for s in wanted if s.name not in found or found[s.name].shape != s.global_shape]
     return [] if summed(trainer.state, len(others))[0] else wanted
-
-
-def _part_folders() -> list[str]:
-    return [part.folder for part in PARTS if part.folder]
 
 
 def _take_weights(

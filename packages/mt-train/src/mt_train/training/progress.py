@@ -72,17 +72,13 @@ class Course:
 
     def learning_rate(self, progress: Progress) -> float:
         """Return the next step's rate; time may shorten the run but never the warm-up."""
-        lr = self.schedule.at(self._due(progress))
+        lr = self.schedule.at(self.position(progress) + 1)
         update = progress.updates + 1
         return min(lr, self.schedule.at(update)) if update <= self.schedule.warmup else lr
 
     def weight_decay(self, progress: Progress) -> float:
         """Return the next step's weight decay."""
-        return self.decay_schedule.at(self._due(progress))
-
-    def _due(self, progress: Progress) -> float:
-        """Return the place of the next step in the schedules."""
-        return self.position(progress) + 1
+        return self.decay_schedule.at(self.position(progress) + 1)
 
     def share(self, progress: Progress) -> float:
         """Return the completed share of the run, from 0 to 1."""
