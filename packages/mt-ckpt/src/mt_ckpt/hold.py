@@ -16,10 +16,8 @@ from mt_ckpt.manifest import MANIFEST, step_of
 from mt_ckpt.root import committed_steps, latest_checkpoint
 
 _PATIENCE_SECONDS = 20.0
-_STEP_FILES = (
-    MANIFEST,
-    "zarr.json",
-)  # these mark a step directory under another name, such as a copy
+# These mark a step directory under another name, such as a copy.
+_STEP_FILES = (MANIFEST, "zarr.json")
 
 
 @contextlib.contextmanager

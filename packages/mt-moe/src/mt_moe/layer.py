@@ -123,11 +123,8 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for what, size in (
-            ("hidden_size", hidden_size),
-            ("ffn_size", ffn_size),
-            ("num_experts", num_experts),
-        ):
+        sizes = {"hidden_size": hidden_size, "ffn_size": ffn_size, "num_experts": num_experts}
+        for what, size in sizes.items():
             check_type(what, size, int)
             if size < 1:
                 raise ValueError(f"{what} must be at least 1, got {size}")
@@ -245,6 +242,7 @@ class MoELayer(nn.Module):
         weights, chosen, dropped = self._limit(routed, token_index, group_tokens)
         if self._shares_nan:
             weights = outside_graph(_share_nan)(weights, self.groups.tokens)
+        load = count_choices(routed.experts, self.num_experts + 1)
         inner = own if self.to_latent is None else self.to_latent(own)
         tokens = inner.flatten(0, 1), chosen, weights
         context = _Context(
@@ -254,9 +252,7 @@ class MoELayer(nn.Module):
             group_tokens=group_tokens,
             drops=valid is not None or self._capacity is not None,
             losses={name: (loss.sum, loss.count) for name, loss in routed.losses.items()},
-            load=count_choices(routed.experts, self.num_experts + 1)[
-                :-1
-            ],  # the last means no expert
+            load=load[:-1],  # the last means no expert
             dropped=dropped,
         )
         return _scaled(*tokens) if self.options.scale_input else tokens, context

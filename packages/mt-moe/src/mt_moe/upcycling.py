@@ -34,13 +34,10 @@ def upcycle(
         TypeError: An argument has the wrong type.
         ValueError: The shapes don't fit each other, or the granularity does not divide them.
     """
-    for name, value, kind in (
-        ("up", up, Tensor),
-        ("down", down, Tensor),
-        ("num_experts", num_experts, int),
-        ("granularity", granularity, int),
-    ):
-        check_type(name, value, kind)
+    check_type("up", up, Tensor)
+    check_type("down", down, Tensor)
+    check_type("num_experts", num_experts, int)
+    check_type("granularity", granularity, int)
     _check_shapes(up, down)
     copies = _copies(num_experts, granularity)
     if down.shape[1] % granularity:

@@ -11,13 +11,7 @@ from mt_moe.experts.grouped_products import as_autocast
 from mt_moe.experts.options import ExpertOptions
 from mt_moe.experts.stream import StreamContext, stream
 from mt_moe.groups import ExpertGroups
-from mt_moe.padding import (
-    pad_rows,
-    padded_counts,
-    padded_places,
-    padded_size,
-    unpad_rows,
-)
+from mt_moe.padding import pad_rows, padded_counts, padded_places, padded_size, unpad_rows
 
 
 class Experts(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from mt_files import check_type
 from mt_kernels import AUTO
@@ -40,12 +39,8 @@ class ExpertOptions:
 
     def __post_init__(self) -> None:
         check_type("multiple", self.multiple, int)
-        form: dict[str, Any] = {
-            "gated": self.gated,
-            "clamp": self.clamp,
-            "up_offset": self.up_offset,
-        }
-        check_form(self.activation, **form)
+        form = {"clamp": self.clamp, "up_offset": self.up_offset}
+        check_form(self.activation, gated=self.gated, **form)
         if self.kernel != AUTO:
             GROUPED_KERNELS.get(self.kernel)  # raises for an unknown name
         if self.multiple < 1:

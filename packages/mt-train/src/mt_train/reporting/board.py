@@ -13,9 +13,6 @@ class Board:
     Args:
         folder: TensorBoard's log folder.
         resume_step: Scalars of later steps, which a lost part of the run wrote, are hidden.
-
-    Raises:
-        ModuleNotFoundError: tensorboard is not installed; the message says how to get it.
     """
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
