@@ -17,12 +17,10 @@ from mt_parallel_state import (
 )
 from torch import Tensor
 
-from mt_moe.dispatch.agreement import Agreement
-from mt_moe.dispatch.dispatcher import Dispatcher, DispatchOutput
+from mt_moe.dispatch.dispatcher import DispatchOutput, GroupDispatcher
 from mt_moe.dispatch.finite import finite, not_finite
 from mt_moe.dispatch.in_flight import InFlight, launch
 from mt_moe.error import RoutingError
-from mt_moe.groups import ExpertGroups
 
 _GATHER, _SCATTER = partial(start_all_gather, dim=0), partial(start_reduce_scatter, dim=0)
 
@@ -43,7 +41,7 @@ class _Handle(NamedTuple):
     gathered: int = 0
 
 
-class AllGatherDispatcher(Dispatcher):
+class AllGatherDispatcher(GroupDispatcher):
     """Gathers the tokens of all ranks that share the experts; each rank takes those it serves.
 
     Forward is an all-gather of tokens, choices and weights, combine a reduce-scatter. Each moves
@@ -59,19 +57,12 @@ class AllGatherDispatcher(Dispatcher):
         ValueError: The experts don't divide evenly.
     """
 
-    def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
-        self.groups, self.num_experts = groups, num_experts
-        self.local_experts = groups.local_experts(num_experts)
-        self._agreement = Agreement(groups.experts)
-
     def start_dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
     ) -> InFlight:
         """See `Dispatcher`. Choices and weights are gathered before it returns."""
         del drops
-        self._agreement.check(
-            x.device, num_experts=self.num_experts, hidden_size=x.shape[1], dtype=x.dtype
-        )
+        self._agree(x, dtype=x.dtype)
         group, k = self.groups.experts, experts.shape[1]
         missing = self._max_tokens(len(x), finite(weights)) - len(x)
         rows = F.pad(x, (0, 0, 0, missing))

@@ -11,8 +11,7 @@ from mt_fusions import permute, unpermute
 from mt_parallel_state import group_size, start_all_to_all_rows
 from torch import Tensor
 
-from mt_moe.dispatch.agreement import Agreement
-from mt_moe.dispatch.dispatcher import Dispatcher, DispatchOutput
+from mt_moe.dispatch.dispatcher import DispatchOutput, GroupDispatcher
 from mt_moe.dispatch.finite import finite, not_finite
 from mt_moe.dispatch.in_flight import InFlight, Start, launch
 from mt_moe.error import RoutingError
@@ -39,7 +38,7 @@ class _Handle(NamedTuple):
     order: Tensor | None = None
 
 
-class AllToAllDispatcher(Dispatcher):
+class AllToAllDispatcher(GroupDispatcher):
     """Sends a row for each choice of a token to the ranks that share the chosen expert.
 
     Forward is an all-to-all of counts (8 bytes per expert and rank that shares it) and one of rows:
@@ -58,9 +57,7 @@ class AllToAllDispatcher(Dispatcher):
     """
 
     def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
-        self.groups, self.num_experts = groups, num_experts
-        self.local_experts = groups.local_experts(num_experts)
-        self._agreement = Agreement(groups.experts)
+        super().__init__(num_experts, groups)
         # A slot is one expert on one rank, numbered by rank; an expert has a slot for each rank of
         # etp. The slot after the last belongs to choices that mean no expert.
         firsts: list[list[int]] = [[] for _ in range(groups.ep)]
@@ -78,9 +75,7 @@ class AllToAllDispatcher(Dispatcher):
     ) -> InFlight:
         """See `Dispatcher`. Counts are exchanged before it returns."""
         del drops
-        self._agreement.check(
-            x.device, num_experts=self.num_experts, hidden_size=x.shape[1], dtype=x.dtype
-        )
+        self._agree(x, dtype=x.dtype)
         self._slots = self._slots.to(experts.device)
         slots = self._slots[experts].flatten(1)
         rows, places, counts = permute(x, slots, self._num_slots + 1)

@@ -13,8 +13,7 @@ from mt_parallel_state import group_size
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mt_moe.dispatch.agreement import Agreement
-from mt_moe.dispatch.dispatcher import Dispatcher, DispatchOutput
+from mt_moe.dispatch.dispatcher import DispatchOutput, GroupDispatcher
 from mt_moe.dispatch.finite import check_finite
 from mt_moe.dispatch.in_flight import InFlight, arrived
 from mt_moe.error import RoutingError
@@ -39,7 +38,7 @@ class _Handle(NamedTuple):
     weights: Tensor
 
 
-class DeepEPDispatcher(Dispatcher):
+class DeepEPDispatcher(GroupDispatcher):
     """Sends each token once to each rank with some of its experts, through DeepEP's buffers.
 
     Forward sends `H` numbers in bf16 per token and rank, and `k` weights and choices; each rank
@@ -58,9 +57,8 @@ class DeepEPDispatcher(Dispatcher):
     """
 
     def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
-        self.groups, self.num_experts = groups, num_experts
-        self.local_experts = groups.local_experts(num_experts)
-        self._agreement, self._max_tokens = Agreement(groups.experts), 0
+        super().__init__(num_experts, groups)
+        self._max_tokens = 0
 
     def start_dispatch(
         self, x: Tensor, experts: Tensor, weights: Tensor, *, drops: bool = False
@@ -113,9 +111,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def _buffer_for(self, x: Tensor, top_k: int) -> Any:
         """Return the buffer that all layers with these groups share."""
-        self._agreement.check(
-            x.device, num_experts=self.num_experts, hidden_size=x.shape[1], top_k=top_k
-        )
+        self._agree(x, top_k=top_k)
         if not self._max_tokens:
             most = torch.tensor(len(x), device=x.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.experts)

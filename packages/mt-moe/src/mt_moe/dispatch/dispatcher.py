@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from mt_parallel_state import outside_graph
 from torch import Tensor
 
+from mt_moe.dispatch.agreement import Agreement
 from mt_moe.dispatch.in_flight import InFlight
+from mt_moe.groups import ExpertGroups
 
 
 class DispatchOutput(NamedTuple):
@@ -104,3 +106,21 @@ class Dispatcher(ABC):
 
     def _combine(self, rows: Tensor, handle: Any) -> Tensor:
         return self.finish_combine(self.start_combine(rows, handle))
+
+
+class GroupDispatcher(Dispatcher):
+    """A dispatcher over several ranks, which agree on the layer before their first exchange.
+
+    Args:
+        num_experts: Experts of the whole layer.
+        groups: The ranks that share them.
+    """
+
+    def __init__(self, num_experts: int, groups: ExpertGroups) -> None:
+        self.groups, self.num_experts = groups, num_experts
+        self.local_experts = groups.local_experts(num_experts)
+        self._agreement = Agreement(groups.experts)
+
+    def _agree(self, x: Tensor, **settings: object) -> None:
+        sizes = {"num_experts": self.num_experts, "hidden_size": x.shape[1]}
+        self._agreement.check(x.device, **sizes, **settings)
