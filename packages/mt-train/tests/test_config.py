@@ -181,7 +181,7 @@ BROKEN = {
     ),
     "a share of a clip that is none": (
         MINIMAL + "optimizer:\n  qk_clip: {alpha: 2}\n",
-        "run.yaml:13: optimizer.qk_clip.alpha: 2.0: expected a number from 0 to 1",
+        "run.yaml:13: optimizer.qk_clip.alpha: 2.0 is too large; use 1 or less",
     ),
     "muP for muon": (
         MINIMAL + "optimizer:\n  name: muon\n  width_multiplier: 4\n",

@@ -171,9 +171,10 @@ class LoadedConfig:
             raise self.error(blamed, text + way_out)
         from mt_parallel_state import ParallelLayout
 
-        sizes = {"tp": p.tp, "pp": pp, "cp": p.cp, "ep": p.ep, "etp": p.etp}
         try:  # the sizes fit, so only the order can be wrong
-            return ParallelLayout.fit(world_size, **sizes, order=p.order)
+            return ParallelLayout.fit(
+                world_size, tp=p.tp, pp=pp, cp=p.cp, ep=p.ep, etp=p.etp, order=p.order
+            )
         except ValueError as error:
             raise self.error("parallel.order", str(error)[:500]) from error
 
