@@ -61,7 +61,6 @@ def test_what_a_section_can_not_mean_is_refused(given, words, tiny) -> None:
         ("{name: '*mixer*', weight: int8, method: gptq}", "has the method gptq, which reads data"),
         ("{name: '*mixer*', weight: int8, input: int8-static}", "with one scale for all tokens"),
         ("{name: '*mixer*', weight: nvfp4, input: nvfp4}", "with one scale for all tokens"),
-        ("{name: '*mixer*', weight: int8, output: int8}", "has a format for its output"),
         ("{type: Attention, kv_cache: fp8-head}", "makes one for each head of each token: use fp8"),
         ("{type: MLP, kv_cache: fp8}", "layers.0.feed_forward, which keeps no keys and values"),
         ("{name: '*mixer*'}", "no layer gets a format of its weight; name one, or leave it out"),
