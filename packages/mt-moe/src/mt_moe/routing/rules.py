@@ -13,30 +13,37 @@ class Choice(Protocol):
     @property
     def top_k(self) -> int:
         """Number of experts per token."""
+        ...
 
     @property
     def score(self) -> Score:
         """Function from logits to scores."""
+        ...
 
     @property
     def normalize(self) -> bool:
         """Whether weights are divided by their sum."""
+        ...
 
     @property
     def num_groups(self) -> int:
         """Number of groups of experts."""
+        ...
 
     @property
     def top_groups(self) -> int:
         """Number of groups that a token may use."""
+        ...
 
     @property
     def group_top(self) -> int | None:
         """Number of scores summed to a group's score."""
+        ...
 
     @property
     def sinkhorn(self) -> int:
         """Number of Sinkhorn iterations."""
+        ...
 
 
 def scores_per_group(choice: Choice) -> int:
