@@ -241,6 +241,20 @@ def test_token_files_of_megatron_without_a_tokenizer(shell) -> None:
     assert "tokenizer" in said.errors
 
 
+def test_an_exported_run_goes_on_and_replaces_only_its_own_export(shell) -> None:
+    write_tokens(shell.folder / "tokens", documents=20, vocab_size=200)
+    typed = "mt-train run my.yaml data.train=[tokens] model.vocab_size=256 export.hugging_face=hf"
+    shell.type(f"{typed} --out runs/ids training.steps=2")
+    before = (shell.folder / "hf/model.safetensors").read_bytes()
+    memory = shell.type(f"{typed.replace('run', 'memory', 1)}")
+    assert "fits in 24, 40, 80, 141 and 192 GB" in memory.output
+    shell.type(f"{typed} --out runs/ids training.steps=3")
+    assert (shell.folder / "hf/model.safetensors").read_bytes() != before
+    (shell.folder / "hf/notes.txt").write_text("mine")
+    refused = shell.type(f"{typed} --out runs/ids training.steps=4", code=2)
+    assert "export.hugging_face" in refused.errors
+
+
 def write_tokens(prefix: Path, *, documents: int, vocab_size: int) -> None:
     """Write a `.bin/.idx` pair by the table of Megatron-LM's format, without our own writer."""
     chance = random.Random(0)
