@@ -261,5 +261,15 @@ DRAWS = sample(_DRAWN, every=2, name=_name)
 PLAIN_DRAWS = sample([(row, i) for row, i in _DRAWN if not row.has_encoder], every=2, name=_name)
 ENCODER_DRAWS = sample([(row, i) for row, i in _DRAWN if row.has_encoder], every=1, name=_name)
 SOME_DRAWS = sample(_DRAWN, every=3, name=_name)
-PLACED = sample([(row, layout) for row in _ALL for layout in row.placed], every=5, name=_name)
+# Each family once in CI, on its layouts in turn.
+PLACED = [
+    pytest.param(
+        row,
+        layout,
+        id=_name(row, layout),
+        marks=() if number % len(row.placed) == place else pytest.mark.campaign,
+    )
+    for number, row in enumerate(_ALL)
+    for place, layout in enumerate(row.placed)
+]
 FIRST = [pytest.param(row, id=row.name) for row in ROWS if row.generates]
