@@ -1,5 +1,6 @@
 """The pytest plugin, and what importing this package costs."""
 
+import os
 import subprocess
 import sys
 
@@ -43,8 +44,10 @@ def test_row(row):
 def collected(folder, *options):
     (folder / "test_it.py").write_text(CAMPAIGN)
     marks = ["-o", "markers=campaign: long", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", "-s", *marks, *options, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder).stdout
+    plugin = ["-p", "mt_testing.plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", "-s", *plugin, *marks, *options, str(folder)]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins take seconds to import
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=alone).stdout
 
 
 def test_rows_of_a_campaign_are_drawn_when_it_is_selected(tmp_path):
