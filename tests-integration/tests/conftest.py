@@ -211,9 +211,13 @@ def cli(programs: Programs) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
-def published_model(request: pytest.FixtureRequest, cli) -> Path:
+def published_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cli
+) -> Path:
     """A folder with SmolLM2-135M-Instruct; made once, and kept in pytest's cache."""
-    folder = request.config.cache.mkdir("published_model") / "smollm2"
+    cache = request.config.cache  # None with `-p no:cacheprovider`
+    kept = tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("published_model")
+    folder = kept / "smollm2"
     script = request.config.rootpath / "tools/published_model.py"
     made = cli(sys.executable, script, folder, timeout=600)
     if "no model: " in made.stdout:
