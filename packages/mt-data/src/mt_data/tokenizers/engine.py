@@ -60,7 +60,7 @@ class JsonEngine:
     @cached_property
     def _for_prompts(self) -> Any:
         """A copy that reads names of special tokens; a switch would also serve other threads."""
-        library = require("tokenizers", "tokenizers", "encoding a prompt")
+        library = require("tokenizers", "encoding a prompt")
         copy = library.Tokenizer.from_str(self._inner.to_str())
         copy.encode_special_tokens = False
         return copy
