@@ -10,6 +10,7 @@ import shlex
 import signal
 import struct
 import subprocess
+import sys
 import time
 from array import array
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ class Shell:
     def start(self, typed: str) -> subprocess.Popen[str]:
         """Start a command line as a shell would, without globbing: `data.glob=**/*.txt`."""
         program, *words = shlex.split(typed)
-        command = [str(self.programs / program), *words]
+        found = self.programs / program  # one that has imported torch, if it is of ours
+        command = [str(found if found.exists() else Path(sys.executable).parent / program), *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, **pipes)
 
