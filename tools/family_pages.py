@@ -41,7 +41,6 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {"model_type": "clip_vision_model"},
     },
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
-    "qwen3_next": {"num_experts": 0},
 }
 _CONFIG = Path("config.json")
 _RUN = "data: {corpus: standard-library}\n" + (

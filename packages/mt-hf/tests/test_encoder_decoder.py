@@ -164,7 +164,7 @@ def test_what_two_families_have_is_written_as_a_t5_unless_one_is_named(saved, tm
         ({"is_gated_act": True}, "is_gated_act: True, but feed_forward_proj is relu"),
         ({"is_encoder_decoder": False}, "is_encoder_decoder: false: an encoder alone is not built"),
         ({"num_decoder_layers": 0}, "num_decoder_layers: 0 is too small"),
-        ({"rope_theta": 1.0}, "rope_theta: 1.0: the field is not known"),
+        ({"rope_theta": 1.0}, "rope_theta: 1.0: transformers reads this field"),
         (
             {"architectures": ["T5EncoderModel"]},
             "T5EncoderModel of the family t5 is not built: it has neither a decoder nor a head; "

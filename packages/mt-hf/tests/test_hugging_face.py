@@ -164,7 +164,7 @@ def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
         ({"architectures": None, "model_type": ["llama"]}, "the model_type ['llama'] is not known"),
         ({"hidden_act": "mish"}, "hidden_act: 'mish' is not known"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "rope_type 'spiral'"),
-        ({"residual_multiplier": 0.2}, "residual_multiplier: 0.2: the field is not known"),
+        ({"is_causal": False}, "is_causal: False: transformers reads this field"),
         ({"hidden_size": "24"}, "hidden_size: expected"),
         ({"num_key_value_heads": 4}, "num_kv_heads=4"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -134,8 +134,8 @@ def unknown_type(folder):
 
 
 def unknown_field(folder):
-    path = change_config(folder, lambda given: given.update(surprise=2.5))
-    return [path, "surprise: 2.5: the field is not known"]
+    path = change_config(folder, lambda given: given.update(is_causal=2.5))
+    return [path, "is_causal: 2.5: transformers reads this field"]
 
 
 def endless_layers(folder):

@@ -6,10 +6,13 @@ import json
 import math
 import os
 import stat
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from mt_files.error import FileError, system_error
+from mt_files.field import shorten
 
 _MAX_DIGITS = 40  # 2**128 has 39
 _KINDS = {
@@ -76,24 +79,35 @@ def read_text(path: str | Path, *, limit: int, within: str | Path | None = None)
     return _decode(path, read_bytes(path, limit=limit, within=within))
 
 
-def read_json(path: str | Path, *, limit: int, within: str | Path | None = None) -> Any:
+def read_json(
+    path: str | Path,
+    *,
+    limit: int,
+    within: str | Path | None = None,
+    constant: Callable[[str], Any] | None = None,
+) -> Any:
     """Read one JSON value from a file of at most `limit` bytes; see `parse_json`.
 
     Raises:
         FileError: `read_bytes` refuses it, or it holds no JSON that `parse_json` takes.
     """
-    return parse_json(read_bytes(path, limit=limit, within=within), name=path)
+    content = read_bytes(path, limit=limit, within=within)
+    return parse_json(content, name=path, constant=constant)
 
 
-def parse_json(content: bytes | str, *, name: str | Path) -> Any:
+def parse_json(
+    content: bytes | str, *, name: str | Path, constant: Callable[[str], Any] | None = None
+) -> Any:
     """Parse one JSON value according to RFC 8259.
 
-    NaN, Infinity, numbers beyond fp64, integers of more than 40 digits and nesting deeper than the
-    interpreter's recursion limit are refused.
+    NaN, Infinity, numbers beyond fp64, integers of more than 40 digits, a key that an object has
+    twice, and nesting deeper than the interpreter's recursion limit are refused.
 
     Args:
         content: The text, or its UTF-8 bytes.
         name: Name of the content in error messages.
+        constant: Function that returns the value of NaN, Infinity or -Infinity, for files of
+            programs that write them; it raises ValueError to refuse one.
 
     Raises:
         FileError: The content is refused.
@@ -101,7 +115,11 @@ def parse_json(content: bytes | str, *, name: str | Path) -> Any:
     text = _decode(name, content) if isinstance(content, bytes) else content
     try:
         return json.loads(
-            text, parse_int=_integer, parse_float=_number, parse_constant=_no_constant
+            text,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=constant or _no_constant,
+            object_pairs_hook=_unique,
         )
     except RecursionError:
         raise FileError(name, "is nested too deeply to be read as JSON") from None
@@ -151,6 +169,15 @@ def _number(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:_MAX_DIGITS]} is too large")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; readers disagree about which of two equal keys counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {shorten(twice)} is there twice; remove one of the two")
+    return found
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -6,52 +6,25 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from mt_files import FieldProblem, bind, build, shorten, to_plain
 from mt_model import ModelConfig, StackConfig
 
 from mt_hf.family.error import ExchangeError
+from mt_hf.family.known_fields import SortedFields, sort_fields
 from mt_hf.family.link import Link
 
 _SHOWN = 5  # differences in a message
 
-# Fields of every config.json that change no logit. `dtype` and the names of files are read
-# elsewhere; token ids belong to the tokenizer; the rest changes the outputs of transformers.
-_HARMLESS = """
-architectures model_type transformers_version torch_dtype dtype auto_map tokenizer_class
-_name_or_path name_or_path use_cache bos_token_id eos_token_id pad_token_id sep_token_id
-cls_token_id mask_token_id unk_token_id decoder_start_token_id output_attentions
-output_hidden_states return_dict return_dict_in_generate id2label label2id num_labels problem_type
-task_specific_params finetuning_task prefix torchscript use_bfloat16 tf_legacy_loss
-chunk_size_feed_forward attn_implementation _attn_implementation _attn_implementation_autoset
-pretraining_tp unsloth_fixed unsloth_version keys_to_ignore_at_inference temperature top_k top_p
-typical_p do_sample num_beams num_beam_groups diversity_penalty max_length min_length
-max_new_tokens early_stopping num_return_sequences length_penalty repetition_penalty
-no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids forced_bos_token_id
-forced_eos_token_id suppress_tokens begin_suppress_tokens remove_invalid_values
-exponential_decay_length_penalty output_scores cache_implementation _sliding_window_pattern
-ignore_index
-"""
-# Fields that change nothing at these values; other values are refused.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "is_decoder": (False, True, None),
-        "is_encoder_decoder": (False, None),
-        "add_cross_attention": (False, None),
-        "cross_attention_hidden_size": (None,),
-        "tie_encoder_decoder": (False, None),
-        "pruned_heads": ({}, None),
-        "per_layer_config": ({}, None),
-        "tie_last_hidden_states": (False, True, None),
-        "quantization_config": (None,),
-    }
-)
-
 
 def _no_repeats(config: Any) -> Mapping[str, str]:
     del config
+    return {}
+
+
+def _no_parts(given: Mapping[str, Any]) -> Mapping[str, Family]:
+    del given
     return {}
 
 
@@ -64,9 +37,9 @@ class Family:
         architectures: Names in `architectures` of config.json.
         model_types: Values of `model_type`; the name by default.
         fields: A frozen dataclass of the fields of config.json that change numbers, with the
-            defaults of transformers. Other fields are refused, except fields known to change
-            nothing. Its `__post_init__` refuses unsupported values. No class may derive from it, as
-            the binder would take the subclass for a kind of it.
+            defaults of transformers. Other fields that transformers knows are refused, except
+            those known to change nothing. Its `__post_init__` refuses unsupported values. No class
+            may derive from it, as the binder would take the subclass for a kind of it.
         read: Function from the fields to the model.
         write: The inverse function; raises ValueError with the reason if a model is not of the
             family. An omission is noticed, because the result is read again and compared.
@@ -83,6 +56,7 @@ class Family:
         refused: Unsupported architectures, each with the reason and a way out.
         hint: Advice for tensors that do not match config.json.
         like: Name of another family with the same models, which is the default for writing them.
+        parts: Function from the content of config.json to the families of its parts, by field.
     """
 
     name: str
@@ -103,6 +77,7 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     hint: str = ""
     like: str = ""
+    parts: Callable[[Mapping[str, Any]], Mapping[str, Family]] = _no_parts
 
     def __post_init__(self) -> None:
         if not self.model_types:
@@ -127,13 +102,10 @@ class Family:
             ExchangeError: A field is unknown, or has a wrong type or an unsupported value; the
                 message lists all problems.
         """
-        known = {item.name for item in dataclasses.fields(self.fields)}
-        harmless = set(_HARMLESS.split())
-        rest = {}
-        for name, value in given.items():
-            allowed = _NEUTRAL.get(name, ())
-            if name in known or not (name in harmless or value in allowed):
-                rest[name] = value
+        try:
+            rest = self._sorted(given).given
+        except ValueError as error:
+            raise ExchangeError(f"{path}: {error}") from error
         bound = bind(self.fields, rest)
         problems = [_refusal(found, rest) for found in bound.problems]
         if bound.value is not None:
@@ -146,6 +118,21 @@ class Family:
                 problems = [str(error)]
         lines = "\n  ".join(problems)
         raise ExchangeError(f"{path}: is no {self.name} model that mt builds:\n  {lines}")
+
+    def unread(self, given: Mapping[str, Any]) -> list[str]:
+        """Return the names in a config.json that neither transformers nor mt reads.
+
+        Fields whose values switch nothing on are left out; fields of parts have the part's name
+        before them, as `text_config.surprise`.
+        """
+        names = list(self._sorted(given).unread)
+        for part, family in self.parts(given).items():
+            names += [f"{part}.{name}" for name in family.unread(given[part])]
+        return names
+
+    def _sorted(self, given: Mapping[str, Any]) -> SortedFields:
+        own = {item.name for item in dataclasses.fields(self.fields)}
+        return sort_fields(given, own, self.model_types)
 
     def fields_of(self, config: StackConfig) -> dict[str, Any]:
         """Return the fields of config.json for a model.
@@ -195,8 +182,8 @@ def _refusal(problem: FieldProblem, given: Mapping[str, Any]) -> str:
     name = problem.path
     if problem.text.startswith("unknown key") and name in given:
         return (
-            f"{name}: {shorten(given[name])}: the field is not known, and may change what the "
-            "model computes; remove it if it does not"
+            f"{name}: {shorten(given[name])}: transformers reads this field, and it is not known "
+            "here; remove it if it changes nothing"
         )
     return str(problem)
 

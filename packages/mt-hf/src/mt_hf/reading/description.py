@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mt_files import read_json
+from mt_files import read_json, shorten
 from mt_model import StackConfig
 
 from mt_hf.family.error import ExchangeError
@@ -24,6 +26,8 @@ from mt_hf.reading.files import (
 )
 from mt_hf.reading.registry import family_of
 
+_LOG = logging.getLogger("mt_hf")
+_SHOWN = 5  # fields in a message
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model")
 
 
@@ -79,6 +83,9 @@ class Description:
 def read_description(folder: str | Path) -> Description:
     """Read the config.json of a folder, and at most the names of its tensors.
 
+    Fields that neither transformers nor mt reads are named once per folder, in a warning of the
+    logger `mt_hf`.
+
     Args:
         folder: A folder of Hugging Face transformers, or a snapshot in the hub's cache.
 
@@ -91,7 +98,10 @@ def read_description(folder: str | Path) -> Description:
         raise ExchangeError(f"{folder} is not a folder; name one with {CONFIG} and safetensors")
     given = read_config(folder)
     family = family_of(given, folder / CONFIG)
-    config = family.config_of(unquantized(given), folder / CONFIG, _names(family, folder))
+    plain = unquantized(given)
+    config = family.config_of(plain, folder / CONFIG, _names(family, folder))
+    if unread := family.unread(plain):
+        _say_ignored(folder / CONFIG, tuple(unread))
     return Description(folder=folder, family=family, config=config, given=given)
 
 
@@ -106,6 +116,15 @@ def describe(folder: str | Path) -> StackConfig:
         FileError: The file can't be read.
     """
     return read_description(folder).config
+
+
+@cache
+def _say_ignored(path: Path, names: tuple[str, ...]) -> None:
+    """Say which fields are ignored; the cache keeps it to once for each file."""
+    shown = ", ".join(name if name.isprintable() else shorten(name) for name in names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    text = "%s: ignored fields that transformers does not read either: %s%s"
+    _LOG.warning(text, path, shown, more)
 
 
 def _names(family: Family, folder: Path) -> Collection[str] | None:

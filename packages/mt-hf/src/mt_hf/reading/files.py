@@ -38,13 +38,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         ExchangeError: The file holds no mapping.
-            FileError: The file can't be read.
+        FileError: The file can't be read.
     """
     path = folder / CONFIG
-    given = read_json(path, limit=MAX_JSON, within=root_of(folder))
+    given = read_json(path, limit=MAX_JSON, within=root_of(folder), constant=_infinity)
     if not isinstance(given, dict):
         raise ExchangeError(f"{path}: is no mapping of fields; restore it")
     return given
+
+
+def _infinity(name: str) -> dict[str, str]:
+    """Return infinity as newer transformers writes it; older wrote a bare `Infinity`."""
+    if name != "Infinity":
+        raise ValueError(f"{name} is no JSON number")
+    return {"__float__": name}
 
 
 def unquantized(given: Mapping[str, Any]) -> dict[str, Any]:

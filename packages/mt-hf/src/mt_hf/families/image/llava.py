@@ -64,7 +64,7 @@ class LlavaFields:
 
 def _read(given: LlavaFields, *, decoders: Families) -> ModelConfig:
     text = _text(given.text_config, decoders())
-    family = _family_of(given.vision_config, "vision_config", "clip_vision_model", _ENCODERS)
+    family = _tower_of(given.vision_config)
     rest = {name: value for name, value in given.vision_config.items() if name != "vocab_size"}
     tower = family.config_of(_own(rest), Path("vision_config"))
     images = ImageInputConfig(
@@ -84,12 +84,26 @@ def _text(given: Mapping[str, Any], known: Sequence[Family]) -> ModelConfig:
     Raises:
         ValueError: Its family does not use Llama's names, or it has a feature that no LLaVA has.
     """
-    named = _family_of(given, "text_config", "llama", known)
+    named = _text_of(given, known)
     text = cast("ModelConfig", named.config_of(_own(given), Path("text_config")))
     family, _ = _text_family(text, known)
     if list(family.links(text)) != list(named.links(text)):
         raise ValueError(f"text_config: the tensors of {named.name} are not called as Llama's")
     return text
+
+
+def _parts(given: Mapping[str, Any], *, decoders: Families) -> dict[str, Family]:
+    """Return the families of the language model and of the encoder."""
+    text, tower = given["text_config"], given["vision_config"]
+    return {"text_config": _text_of(text, decoders()), "vision_config": _tower_of(tower)}
+
+
+def _text_of(given: Mapping[str, Any], known: Sequence[Family]) -> Family:
+    return _family_of(given, "text_config", "llama", known)
+
+
+def _tower_of(given: Mapping[str, Any]) -> Family:
+    return _family_of(given, "vision_config", "clip_vision_model", _ENCODERS)
 
 
 def _family_of(
@@ -198,6 +212,7 @@ def llava(decoders: Families) -> Family:
         write=partial(_write, decoders=decoders),
         links=partial(_links, decoders=decoders),
         ignored=(".rotary_emb.inv_freq", ".embeddings.position_ids"),
+        parts=partial(_parts, decoders=decoders),
         copies=((f"{_TEXT}lm_head.weight", f"{_TEXT}model.embed_tokens.weight"),),
         renames=(
             ("model.language_model.", f"{_TEXT}model."),

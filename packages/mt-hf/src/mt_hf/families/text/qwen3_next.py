@@ -1,13 +1,13 @@
-"""Qwen3-Next: alternating gated delta nets and gated attention, with dense feed-forwards."""
+"""Qwen3-Next: alternating gated delta nets and gated attention, and experts in most layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mt_files import Checks, shorten
+from mt_files import Checks
 from mt_model import (
     MAX_LAYERS,
     AttentionConfig,
@@ -15,14 +15,17 @@ from mt_model import (
     LayerConfig,
     MLPConfig,
     ModelConfig,
+    MoEConfig,
     NormConfig,
     RopeConfig,
 )
 
 from mt_hf.families.text.mamba2 import check_silu
 from mt_hf.family.decoder import decoder_links
+from mt_hf.family.experts import feed_forward_links
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
+from mt_hf.family.rope import check_rope, read_rope, write_rope
 from mt_hf.family.table import Names, model_fields, model_values, read_values, write_values
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -32,6 +35,14 @@ _ATTENTION: Names = {
     "head_dim": "head_dim",
     "attention_bias": "qkv_bias",
     "attention_dropout": "dropout",
+}
+_EXPERTS: Names = {
+    "num_experts": "num_experts",
+    "moe_intermediate_size": "ffn_size",
+    "num_experts_per_tok": "top_k",
+    "norm_topk_prob": "normalize",
+    "router_aux_loss_coef": "aux_loss",
+    "shared_expert_intermediate_size": "shared_size",
 }
 _DELTA: Names = {
     "linear_conv_kernel_dim": "conv_size",
@@ -46,8 +57,10 @@ _DELTA: Names = {
 class Qwen3NextFields:
     """The fields of a Qwen3-Next's config.json, with the defaults of transformers.
 
-    Experts are not supported: every layer must be in `mlp_only_layers`, or `num_experts` must be 0.
-    Then nothing reads the fields from `num_experts_per_tok` on.
+    Layers in `mlp_only_layers`, and those whose number from 1 is no multiple of
+    `decoder_sparse_step`, have an MLP of `intermediate_size`; with 0 `num_experts` all have. The
+    loss of `router_aux_loss_coef` counts in training here regardless of `output_router_logits`; it
+    changes no logit.
     """
 
     vocab_size: int = 151936
@@ -64,7 +77,7 @@ class Qwen3NextFields:
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_dropout: float = 0.0
-    rope_theta: float = 10000.0
+    rope_theta: float | None = None
     partial_rotary_factor: float = 0.25
     rope_parameters: Mapping[str, Any] | None = None
     rope_scaling: Mapping[str, Any] | None = None
@@ -88,24 +101,17 @@ class Qwen3NextFields:
     def __post_init__(self) -> None:
         checks = Checks(self)
         counts = ("num_hidden_layers", "full_attention_interval", "decoder_sparse_step")
-        checks.at_least(1, *counts)
+        checks.at_least(1, *counts, "num_experts_per_tok", "moe_intermediate_size")
+        checks.at_least(1, "shared_expert_intermediate_size")
+        checks.at_least(0, "num_experts")
         checks.at_most(MAX_LAYERS, "num_hidden_layers")
         check_silu(checks, "hidden_act", self.hidden_act)
         checks.done()
         if len(self.kinds) != self.num_hidden_layers or not {*self.kinds} <= {_LINEAR, _FULL}:
             text = f"{_LINEAR} or {_FULL} is needed for each of {self.num_hidden_layers} layers"
             checks.add("layer_types", text)
-        given, every = self.mlp_only_layers or (), self.decoder_sparse_step
-        experts = [i for i in range(every - 1, self.num_hidden_layers, every) if i not in given]
-        if self.num_experts and experts:
-            text = f"layer {experts[0]} is not among them and has experts, which are not built"
-            checks.add("mlp_only_layers", text)
-        rope = dict(self.rope_parameters or {})
-        plain = rope.pop("rope_type", "default") == "default"
-        if not plain or {*rope} - {"rope_theta", "partial_rotary_factor"}:
-            checks.add("rope_parameters", f"{shorten(self.rope_parameters)} is not built")
-        if self.rope_scaling:
-            checks.add("rope_scaling", f"{shorten(self.rope_scaling)} is not built")
+        if not checks.errors:
+            check_rope(checks, self, lambda: self.rope)
         checks.done()
 
     @property
@@ -118,10 +124,22 @@ class Qwen3NextFields:
     @property
     def rope(self) -> RopeConfig:
         """The rotary embedding, from any of its places in config.json."""
-        found = self.rope_parameters or {}
-        theta = found.get("rope_theta", self.rope_theta)
-        fraction = found.get("partial_rotary_factor", self.partial_rotary_factor)
-        return RopeConfig(theta=float(theta), fraction=float(fraction))
+        found = self.rope_scaling or self.rope_parameters or {}
+        rope = read_rope(self, partial=True)
+        if found.get("partial_rotary_factor") is not None:
+            return rope
+        return replace(rope, fraction=self.partial_rotary_factor)
+
+    @property
+    def feed_forwards(self) -> list[MLPConfig | MoEConfig]:
+        """The feed-forward of each layer."""
+        mlp = MLPConfig(ffn_size=self.intermediate_size)
+        if not self.num_experts:
+            return [mlp] * self.num_hidden_layers
+        moe = MoEConfig(**read_values(self, _EXPERTS), shared_gate=True)
+        every, plain = self.decoder_sparse_step, self.mlp_only_layers or ()
+        layers = range(self.num_hidden_layers)
+        return [mlp if i in plain or (i + 1) % every else moe for i in layers]
 
 
 def _read(given: Qwen3NextFields) -> ModelConfig:
@@ -133,11 +151,11 @@ def _read(given: Qwen3NextFields) -> ModelConfig:
         output_gate=True,
     )
     delta = GatedDeltaNetConfig(**read_values(given, _DELTA))
-    mlp = MLPConfig(ffn_size=given.intermediate_size)
     mixers = {_LINEAR: delta, _FULL: attention}
+    layers = zip(given.kinds, given.feed_forwards, strict=True)
     return ModelConfig(
         **model_values(given),
-        layers=tuple(LayerConfig(mixer=mixers[kind], feed_forward=mlp) for kind in given.kinds),
+        layers=tuple(LayerConfig(mixer=mixers[kind], feed_forward=each) for kind, each in layers),
         norm=NormConfig(eps=given.rms_norm_eps, zero_centered=True),
         positions="rope" if _FULL in given.kinds else "none",
     )
@@ -145,23 +163,27 @@ def _read(given: Qwen3NextFields) -> ModelConfig:
 
 def _write(config: ModelConfig) -> Qwen3NextFields:
     found: dict[str, Any] = {}
-    kinds = []
+    kinds, dense = [], []
     for index, layer in enumerate(config.layers):
-        mixer, mlp = layer.mixer, layer.feed_forward
+        mixer, entry = layer.mixer, layer.feed_forward
         is_known = isinstance(mixer, GatedDeltaNetConfig | AttentionConfig)
-        if not is_known or not isinstance(mlp, MLPConfig):
-            names = " and ".join(type(entry).__name__ for entry in layer.entries)
-            text = f"layer {index} is {names}, and not a delta net or attention, and an MLP"
+        if not is_known or not isinstance(entry, MLPConfig | MoEConfig):
+            names = " and ".join(type(each).__name__ for each in layer.entries)
+            text = f"layer {index} is {names}, and not a delta net or attention, and a feed-forward"
             raise ValueError(text)
         kinds.append(_FULL if isinstance(mixer, AttentionConfig) else _LINEAR)
-        found |= _fields_of(mixer) | {"intermediate_size": mlp.ffn_size}
+        if isinstance(entry, MLPConfig):
+            dense.append(index)
+            found["intermediate_size"] = entry.ffn_size
+        else:
+            found |= write_values(entry, _EXPERTS)
+        found |= _fields_of(mixer)
     return Qwen3NextFields(
         **model_fields(config),
         rms_norm_eps=config.norm.eps,
         layer_types=tuple(kinds),
-        mlp_only_layers=tuple(range(config.num_layers)),
-        num_experts=0,
-        **found,
+        mlp_only_layers=tuple(dense),
+        **{"num_experts": 0, **found},
     )
 
 
@@ -172,11 +194,8 @@ def _fields_of(mixer: AttentionConfig | GatedDeltaNetConfig) -> dict[str, Any]:
     rope = RopeConfig() if mixer.rope is None else mixer.rope
     return {
         **write_values(mixer, _ATTENTION),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": rope.theta,
-            "partial_rotary_factor": rope.fraction,
-        },
+        "partial_rotary_factor": rope.fraction,
+        **write_rope(rope),
     }
 
 
@@ -254,6 +273,6 @@ FAMILY = Family(
     fields=Qwen3NextFields,
     read=_read,
     write=_write,
-    links=partial(decoder_links, attention=_mixer_links),
+    links=partial(decoder_links, attention=_mixer_links, mlp=feed_forward_links),
     ignored=(".rotary_emb.inv_freq", "mtp."),
 )
