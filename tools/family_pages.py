@@ -84,7 +84,7 @@ def page(family: Family) -> str:
         "## config.json",
         _notes(family.fields),
         _fields(family, given),
-        "Any other field is refused, unless it is known to change nothing.",
+        "Any other field that transformers reads is refused, unless it is known to change nothing.",
         "## Layers",
         _layers(family, config),
         "## Layouts",

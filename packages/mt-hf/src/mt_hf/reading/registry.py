@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +105,15 @@ def find_family(config: StackConfig, named: str | None = None) -> tuple[Family, 
 def _all() -> Iterator[tuple[str, Any]]:
     for family in sorted((*FAMILIES, llava(_decoders)), key=lambda each: each.name):
         yield f"mt_hf.families: {family.name}", family
-    for point in sorted(entry_points(group=GROUP), key=lambda each: each.name):
+    for point in _points(tuple(sys.path)):
         yield f"the entry point {point.name!r} of {GROUP}", point.load()
+
+
+@cache
+def _points(path: tuple[str, ...]) -> list[EntryPoint]:
+    """Return the entry points of the packages on a path, which takes milliseconds to find."""
+    del path  # the key of the cache
+    return sorted(entry_points(group=GROUP), key=lambda each: each.name)
 
 
 def _decoders() -> list[Family]:
