@@ -78,7 +78,7 @@ def sort_fields(
     for name, value in given.items():
         if name in own:
             rest[name] = value
-        elif (first := known.names.get(name)) in own:
+        elif (first := known.names.get(name, "")) in own:
             if given.get(first, value) != value:
                 text = f"{shorten(value)} is not {first}={shorten(given[first])}"
                 raise ValueError(f"{name}: {text}, and is a second name of it; remove one of them")
@@ -133,7 +133,7 @@ def _is_idle(value: Any) -> bool:
 
 @cache
 def _table() -> Any:
-    return json.loads(files(__package__).joinpath("known_fields.json").read_text())
+    return json.loads(files("mt_hf.family").joinpath("known_fields.json").read_text())
 
 
 def _known(named: Any, model_types: Sequence[str]) -> _Known:
