@@ -1,6 +1,7 @@
 """Folders of Hugging Face: links, damaged files, foreign fields, and what is left behind."""
 
 import json
+import random
 import shutil
 import struct
 from dataclasses import replace
@@ -183,6 +184,33 @@ def test_a_gemmas_rotary_embeddings_stand_under_the_types_of_its_layers():
     flat = {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}
     with pytest.raises(ExchangeError, match=r"'factor' is no type of layer; full_attention"):
         family.config_of(flat, Path("config.json"))
+
+
+@pytest.mark.parametrize("inside", [{}, {"original_max_position_embeddings": 4}])
+def test_dynamic_angles_scale_beyond_the_length_of_the_folder(tmp_path, inside):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "dynamic", "factor": 1.7, **inside}
+    sizes = LLAMA.draw(0, random.Random(3))
+    config = LlamaConfig(**{**sizes, "max_position_embeddings": 10, "rope_scaling": rope})
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    ours = from_pretrained(tmp_path / "model", max_sequence_length=16)
+    bounded = from_pretrained(tmp_path / "model")
+    for length in (8, 10, 11, 16):
+        tokens = torch.arange(length)[None] * 5 % config.vocab_size
+        with torch.no_grad():
+            assert (ours(tokens) - model(tokens).logits).abs().max() < 1e-5
+            if length <= 10:
+                assert torch.equal(ours(tokens), bounded(tokens))
+    with pytest.raises(ValueError, match="10"):
+        bounded(tokens)
+
+
+def test_trained_positions_are_as_many_as_in_the_folder(tmp_path):
+    next(row for row in ROWS if row.name == "gpt2").build(0).save_pretrained(tmp_path / "model")
+    with pytest.raises(ExchangeError, match="trained positions"):
+        from_pretrained(tmp_path / "model", max_sequence_length=999)
 
 
 def cut(path):

@@ -10,7 +10,7 @@ from mt_hf import ExchangeError, from_pretrained, save_pretrained
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import KVFormat, KVScales, KVScheme, QuantizationConfig, QuantizedLinear, Rule
 from mt_quant import quantize as quantize_layers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 SIZES = {
     "vocab_size": 96,
@@ -195,3 +195,116 @@ def test_other_formats_of_keys_and_values_and_other_layouts_are_refused(original
     with pytest.raises(ExchangeError, match="has fp8-tensor of keys and values, and they are int8"):
         save_pretrained(model, tmp_path / "low", like=original("llama"), layout="modelopt")
     assert not (tmp_path / "low").exists()
+
+
+def changed(folder, change, algorithm=None):
+    """Change the tensors of a folder, and the name of its algorithm."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    given = json.loads((folder / "config.json").read_text())
+    if algorithm is not None:
+        given["quantization_config"]["quant_algo"] = algorithm
+        (folder / "config.json").write_text(json.dumps(given))
+
+
+def compare_with_plain(folder, tmp_path, values, tolerance):
+    """Compare a folder in low precision with one that has these values of the same layers."""
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    plain |= {f"{name}.weight": value for name, value in values.items()}
+    (tmp_path / "expected").mkdir()
+    save_file(plain, tmp_path / "expected" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "expected" / "config.json").write_text(json.dumps(config))
+    expected = from_pretrained(tmp_path / "expected", dtype=torch.float32)
+    whole = from_pretrained(folder, dtype=torch.float32, dequantize=True)
+    codes = from_pretrained(folder, dtype=torch.float32)
+    assert any(isinstance(module, QuantizedLinear) for module in codes.modules())
+    with torch.no_grad():
+        assert (whole(TOKENS) - expected(TOKENS)).abs().max() < 1e-5
+        assert (codes(TOKENS) - expected(TOKENS)).abs().max() < tolerance
+
+
+def low_and_plain(original, tmp_path, *rules):
+    model = quantized(original("llama"), *rules)
+    save_pretrained(model, tmp_path / "low", like=original("llama"), layout="modelopt")
+    whole = from_pretrained(tmp_path / "low", dtype=torch.float32, dequantize=True)
+    save_pretrained(whole, tmp_path / "plain")
+
+
+def layers_of(tensors):
+    return [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]
+
+
+def test_factors_of_the_inputs_of_awq_are_read(original, tmp_path) -> None:
+    low_and_plain(original, tmp_path, Rule(weight="nvfp4"))
+    values, factors = {}, torch.linspace(0.5, 2, 128)
+
+    def scale(tensors):
+        for weight in layers_of(tensors):
+            name = weight.removesuffix(".weight")
+            own = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.startswith(f"{name}.")}
+            value = decoded(own, "W4A16_NVFP4")
+            tensors[f"{name}.pre_quant_scale"] = factors[: value.shape[1]].bfloat16().clone()
+            values[name] = value * tensors[f"{name}.pre_quant_scale"].float()
+
+    changed(tmp_path / "low", scale, "NVFP4_AWQ")
+    compare_with_plain(tmp_path / "low", tmp_path, values, 1e-4)
+    short = {f"{next(iter(values))}.pre_quant_scale": torch.ones(3)}
+    changed(tmp_path / "low", lambda tensors: tensors.update(short))
+    with pytest.raises(ExchangeError, match=r"pre_quant_scale has the shape \[3\]"):
+        from_pretrained(tmp_path / "low")
+
+
+def test_int8_codes_of_smoothquant_are_read(original, tmp_path) -> None:
+    low_and_plain(original, tmp_path, Rule(weight="fp8", input="fp8"))
+    values = {}
+
+    def smooth(tensors):
+        for weight in layers_of(tensors):
+            name = weight.removesuffix(".weight")
+            codes = (
+                (torch.randn(tensors[weight].shape) * 30).round().clamp(-127, 127).to(torch.int8)
+            )
+            scale = torch.rand(len(codes)) * 1e-3 + 1e-3
+            factors = torch.rand(codes.shape[1]) + 0.5
+            if name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+                factors = torch.linspace(0.5, 2, codes.shape[1])
+            parts = {"weight": codes, "weight_scale": scale, "pre_quant_scale": factors}
+            tensors.update({f"{name}.{leaf}": tensor for leaf, tensor in parts.items()})
+            values[name] = codes.float() * scale[:, None] * factors
+
+    changed(tmp_path / "low", smooth, "W8A8_SQ_PER_CHANNEL")
+    compare_with_plain(tmp_path / "low", tmp_path, values, 1e-4)
+
+
+def test_a_scale_of_one_box_may_have_no_dims(original, tmp_path) -> None:
+    low_and_plain(original, tmp_path, Rule(weight="fp8-tensor", input="fp8-static"))
+    values = {}
+
+    def one_box(tensors):
+        for weight in layers_of(tensors):
+            tensors.pop(f"{weight.removesuffix('.weight')}.input_scale")
+            assert tensors[f"{weight}_scale"].shape == ()
+            value = tensors[weight].float() * tensors[f"{weight}_scale"]
+            values[weight.removesuffix(".weight")] = value
+
+    changed(tmp_path / "low", one_box, "FP8_PB_WO")
+    compare_with_plain(tmp_path / "low", tmp_path, values, 1e-4)
+
+
+@pytest.mark.parametrize("spoiled", ["weight_scale", "weight"])
+def test_codes_that_are_not_finite_are_named(original, tmp_path, spoiled) -> None:
+    low_and_plain(original, tmp_path, Rule(weight="fp8-tensor", input="fp8-static"))
+    name = "model.layers.1.mlp.up_proj"
+
+    def spoil(tensors):
+        if spoiled == "weight":
+            tensors[f"{name}.weight"].view(torch.uint8)[0, 0] = 0x7F
+        else:
+            tensors[f"{name}.weight_scale"].fill_(3e38)
+
+    changed(tmp_path / "low", spoil)
+    for dequantize in (False, True):
+        with pytest.raises(ExchangeError, match=f"tensor {name}.weight has .* not finite"):
+            from_pretrained(tmp_path / "low", dequantize=dequantize)

@@ -42,6 +42,24 @@ def test_the_greedy_text_is_that_of_the_folder(folder, tmp_path, generate) -> No
     assert tokenizer.decode(ids[len(given) :]) in out
 
 
+def test_an_id_of_the_hub_is_found_in_its_cache(folder, tmp_path, generate, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    own, commit = tmp_path / "cache/models--acme--tiny", "c0ffee" * 6 + "0000"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    code, _, err = generate("acme/tiny", prompt=PROMPT)
+    assert code != 0
+    assert "hf download acme/tiny" in err
+    shutil.copytree(folder, own / "snapshots" / commit)
+    (own / "refs").mkdir()
+    (own / "refs/main").write_text(commit)
+    asked = ("--max-tokens", 4, "--temperature", 0)
+    found = generate("acme/tiny", *asked, prompt=PROMPT)
+    assert found[0] == 0, found
+    assert found[1] == generate(folder, *asked, prompt=PROMPT)[1]
+
+
 def test_weights_without_a_tokenizer_are_refused(folder, tmp_path, generate) -> None:
     (folder / "tokenizer.json").unlink()
     import_pretrained(folder, tmp_path / "run")

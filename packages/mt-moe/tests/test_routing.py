@@ -225,8 +225,6 @@ def test_errors_say_what_is_wrong():
         ({"jitter": 1.0}, ValueError, "jitter"),
         ({"scale": 0}, ValueError, "scale"),
         ({"scale": math.nan}, ValueError, "scale"),
-        ({"top_k": 1}, ValueError, "router no gradient"),
-        ({"top_k": 1, "normalize": False, "score": "softmax_of_chosen"}, ValueError, "no gradient"),
         ({"sinkhorn": 3, "num_groups": 2}, ValueError, "sinkhorn=3 decides the choice alone"),
         ({"sinkhorn": -1}, ValueError, "sinkhorn must be at least 0"),
         ({"num_groups": 2, "top_groups": 3}, ValueError, "is more than num_groups=2"),
@@ -239,6 +237,19 @@ def test_errors_say_what_is_wrong():
 def test_errors_of_options_say_what_is_wrong(fields, kind, words):
     with pytest.raises(kind, match=words):
         RouterOptions(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"normalize": False, "score": "softmax_of_chosen"}], ids=str
+)
+def test_one_expert_of_weight_1_is_for_inference_alone(fields):
+    router = Router(4, 8, RouterOptions(top_k=1, **fields))
+    found = router.eval()(torch.randn(3, 4))
+    assert torch.equal(found.weights, torch.ones(3, 1))
+    with pytest.raises(ValueError, match="router no gradient"):
+        router.train()(torch.randn(3, 4))
+    router.weight.requires_grad_(False)
+    assert torch.equal(router(torch.randn(3, 4)).weights, torch.ones(3, 1))
 
 
 @pytest.mark.parametrize(

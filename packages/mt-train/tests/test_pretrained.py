@@ -165,6 +165,29 @@ def test_what_does_not_go_with_it_is_named(started, override, says) -> None:
     assert says in str(caught.value)
 
 
+def test_an_id_of_the_hub_is_found_in_its_cache(started, folder, tmp_path, monkeypatch) -> None:
+    from huggingface_hub import constants
+
+    own, commit = tmp_path / "cache/models--acme--tiny", "c0ffee" * 6 + "0000"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ConfigError, match=r"model\.from: .*hf download acme/tiny"):
+        load_config(started.config, ["model.from=acme/tiny"])
+    shutil.copytree(folder, own / "snapshots" / commit)
+    (own / "refs").mkdir()
+    (own / "refs/main").write_text(commit)
+    loaded = load_config(started.config, ["model.from=acme/tiny"])
+    assert loaded.config.model.from_ == str(own / "snapshots" / commit)
+
+
+def test_a_mixture_whose_router_can_not_train_is_refused(started, folder, tmp_path) -> None:
+    moe = {"num_experts": 4, "top_k": 1, "ffn_size": 8}
+    sizes = {"vocab_size": 301, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "moe": moe}
+    save_pretrained(GPT(gpt(**sizes, max_sequence_length=32)), tmp_path / "mixture")
+    shutil.copy(folder / "tokenizer.json", tmp_path / "mixture")
+    with pytest.raises(ConfigError, match=r"model\.from: top_k=1 .*no gradient"):
+        load_config(started.config, [f"model.from={tmp_path / 'mixture'}"])
+
+
 def test_an_encoder_of_images_is_no_model_to_train(started, tmp_path) -> None:
     sizes = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_layers": 1, "num_heads": 2}
     save_pretrained(VisionEncoder(vit(**sizes, num_classes=2)), tmp_path / "vit")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mt_hf.family.link import Link
     from mt_hf.reading.description import Description, describe, read_description
     from mt_hf.reading.end_tokens import read_end_tokens
+    from mt_hf.reading.hub import find_folder, is_hub_id
     from mt_hf.reading.loading import from_pretrained
     from mt_hf.reading.pretrained import Pretrained, open_pretrained
     from mt_hf.reading.registry import find_family, known_families
@@ -33,8 +34,10 @@ __all__ = [
     "export_checkpoint",
     "export_lora",
     "find_family",
+    "find_folder",
     "from_pretrained",
     "import_pretrained",
+    "is_hub_id",
     "known_families",
     "open_pretrained",
     "quantize_for_folder",

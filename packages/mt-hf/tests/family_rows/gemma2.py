@@ -12,6 +12,7 @@ SIZES = [
         "hidden_size": 16,
         "head_dim": 8,
         "query_pre_attn_scalar": 11,
+        "hidden_activation": "gelu",
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 3.0,
         "attention_bias": True,

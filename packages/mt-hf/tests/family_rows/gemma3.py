@@ -13,6 +13,7 @@ SIZES = [
         "hidden_size": 16,
         "head_dim": 8,
         "query_pre_attn_scalar": 11,
+        "hidden_activation": "gelu",
         "layer_types": [LOCAL, FULL],
         "rope_parameters": {
             FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},

@@ -14,7 +14,7 @@ YARN = {
 }
 SIZES = [
     {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 24, "head_dim": 8},
-    {"rope_parameters": YARN, "sliding_window": 4, "swiglu_limit": 0.5},
+    {"rope_parameters": YARN, "sliding_window": 4, "swiglu_limit": 0.5, "num_experts_per_tok": 1},
     {
         "rope_parameters": PLAIN,
         "layer_types": ["full_attention", "sliding_attention"],

@@ -5,6 +5,7 @@ from family_row import Row, decoder
 SIZES = [
     {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 24},
     {"decoder_sparse_step": 2, "norm_topk_prob": True, "qkv_bias": False},
+    {"norm_topk_prob": True, "num_experts_per_tok": 1},
     {
         "mlp_only_layers": [1],
         "use_sliding_window": True,
@@ -17,7 +18,7 @@ SIZES = [
 def draw(index, random):
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
     shared = {"shared_expert_intermediate_size": 12}
-    return decoder(random, rope_theta=1e6, **experts, **shared, **SIZES[index])
+    return decoder(random, rope_theta=1e6, **{**experts, **shared, **SIZES[index]})
 
 
 ROW = Row(

@@ -24,7 +24,14 @@ from mt_ckpt import (
 )
 from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import UserError
-from mt_hf import Pretrained, from_pretrained, open_pretrained, read_end_tokens
+from mt_hf import (
+    Pretrained,
+    find_folder,
+    from_pretrained,
+    is_hub_id,
+    open_pretrained,
+    read_end_tokens,
+)
 from mt_model import (
     DTYPES,
     GPT,
@@ -75,7 +82,8 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
 
     Args:
         folder: A run folder with `checkpoints/` and `tokenizer.json`, or a folder of Hugging Face
-            with `config.json`, safetensors and a tokenizer.
+            with `config.json`, safetensors and a tokenizer, or the id of such a model in the local
+            cache of the Hugging Face hub.
         step: Step of a run's checkpoint; None for the latest.
 
     Raises:
@@ -84,8 +92,9 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
         ExchangeError: The folder of Hugging Face is unsupported or damaged.
         DataError: The tokenizer is invalid.
     """
-    if not folder.is_dir():
+    if not folder.is_dir() and not is_hub_id(str(folder)):
         raise RunError(f"{folder} is not a folder; {_WANTED}")
+    folder = find_folder(folder)
     run = RunFolder(folder)
     if (folder / "config.json").exists() and not run.checkpoints.exists():
         yield _open_pretrained(folder, step)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mt_moe.routing.expert_bias import BiasOptions, update_expert_biases
     from mt_moe.routing.replay import recorded_routes, replayed_routes
     from mt_moe.routing.router import Router
-    from mt_moe.routing.rules import check_choice, check_number
+    from mt_moe.routing.rules import check_choice, check_number, training_obstacle
     from mt_moe.upcycling import upcycle, upcycle_router
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "recorded_routes",
     "replayed_routes",
     "route",
+    "training_obstacle",
     "unfuse_experts",
     "upcycle",
     "upcycle_router",

@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from mt_files import UserError, did_you_mean, shorten
 
-_USAGE_ERROR, _BROKEN_PIPE, _INTERRUPTED, _DIFFERENT = 2, 141, 130, 1
+from mt_hf.family.error import NotFiniteError
+
+_USAGE_ERROR, _BROKEN_PIPE, _INTERRUPTED, _DIFFERENT, _NOT_FINITE = 2, 141, 130, 1, 1
 
 
 class CommandError(UserError):
@@ -25,24 +27,29 @@ class Import:
     """Convert a Hugging Face folder to a run folder, for mt-infer and mt-train.
 
     Attributes:
-        folder: A folder with config.json and safetensors files.
+        folder: A folder with config.json and safetensors files, or a model of the Hugging Face hub
+            in the local cache, such as Qwen/Qwen3-0.6B.
         out: The run folder: new, or empty.
         vocab_multiple: Multiple to which rows of embedding and head are padded, so that ranks can
             split them; by default 128, or 8 below 1024 tokens.
         eod: The token that ends a document, if it is not the folder's eos_token.
+        download: Download a model of the hub that is not in the cache.
     """
 
     folder: Path
     out: Path
     vocab_multiple: int | None = None
     eod: str | None = None
+    download: bool = False
 
     def run(self) -> int:
         """Run the command."""
+        from mt_hf.reading.hub import find_folder
         from mt_hf.writing.checkpoint import import_pretrained
 
+        folder = find_folder(self.folder, download=self.download)
         config = import_pretrained(
-            self.folder, self.out, vocab_multiple=self.vocab_multiple, eod=self.eod
+            folder, self.out, vocab_multiple=self.vocab_multiple, eod=self.eod
         )
         _say(f"{self.out}: {config.num_layers} layers, {config.num_parameters} parameters")
         return 0
@@ -97,14 +104,17 @@ class Verify:
     The exit status is 0 if they agree, and 1 if they don't.
 
     Attributes:
-        folder: A folder with config.json and safetensors files.
+        folder: A folder with config.json and safetensors files, or a model of the Hugging Face hub
+            in the local cache, such as Qwen/Qwen3-0.6B.
         tolerance: Largest difference, relative to the largest logit.
         tokens: Number of random tokens in the compared sequence.
+        download: Download a model of the hub that is not in the cache.
     """
 
     folder: Path
     tolerance: float = 1e-4
     tokens: int = 64
+    download: bool = False
 
     def run(self) -> int:
         """Run the command."""
@@ -113,8 +123,10 @@ class Verify:
         if self.tokens < 1 or self.tolerance <= 0:
             raise CommandError("--tokens is 1 or more, and --tolerance above 0")
         from mt_hf.commands.verification import compare
+        from mt_hf.reading.hub import find_folder
 
-        found = compare(self.folder, length=self.tokens)
+        folder = find_folder(self.folder, download=self.download)
+        found = compare(folder, length=self.tokens)
         agree = found.relative <= self.tolerance
         _say(
             f"{self.folder}: largest difference {found.difference:.3g} of logits up to "
@@ -168,6 +180,8 @@ COMMANDS = {"import": Import, "export": Export, "upcycle": Upcycle, "verify": Ve
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `mt-hf`; an error prints one message and gives the exit status 2.
 
+    Weights that are not finite give 1.
+
     Ctrl-C gives 130 and leaves nothing behind.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -184,7 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UserError, OSError, ValueError, MemoryError) as error:
         text = "there is not enough memory" if isinstance(error, MemoryError) else str(error)
         _say(f"mt-hf: {text}", stream=sys.stderr)
-        raise SystemExit(_USAGE_ERROR) from None
+        raise SystemExit(
+            _NOT_FINITE if isinstance(error, NotFiniteError) else _USAGE_ERROR
+        ) from None
     raise SystemExit(code)
 
 

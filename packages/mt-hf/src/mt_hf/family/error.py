@@ -7,3 +7,7 @@ from mt_files import UserError
 
 class ExchangeError(UserError, ValueError):
     """A folder can't be read as a model, or a model can't be written as a folder."""
+
+
+class NotFiniteError(ExchangeError):
+    """A weight that was read is not finite."""

@@ -116,6 +116,7 @@ def _scaling(kind: str, found: Mapping[str, Any], given: HasRope) -> dict[str, A
     values = {name: value for name, value in found.items() if value is not None}
     longest = given.max_position_embeddings
     if kind == "dynamic":
+        values.pop(_ORIGINAL, None)  # as in transformers, nothing reads it
         values["original_length"] = longest
     elif kind != "linear":
         # If both forms are present, this field wins, as in transformers.

@@ -12,7 +12,6 @@ from typing import Any
 from mt_files import read_json, shorten
 from mt_model import StackConfig
 
-from mt_hf.family.error import ExchangeError
 from mt_hf.family.family import Family
 from mt_hf.reading.files import (
     CARRIED,
@@ -24,6 +23,7 @@ from mt_hf.reading.files import (
     root_of,
     unquantized,
 )
+from mt_hf.reading.hub import find_folder
 from mt_hf.reading.registry import family_of
 
 _LOG = logging.getLogger("mt_hf")
@@ -80,22 +80,21 @@ class Description:
                 copy_into(self.folder / name, folder)
 
 
-def read_description(folder: str | Path) -> Description:
+def read_description(folder: str | Path, *, download: bool = False) -> Description:
     """Read the config.json of a folder, and at most the names of its tensors.
 
     Fields that neither transformers nor mt reads are named once per folder, in a warning of the
     logger `mt_hf`.
 
     Args:
-        folder: A folder of Hugging Face transformers, or a snapshot in the hub's cache.
+        folder: A folder of Hugging Face transformers, or an id of the hub; see `find_folder`.
+        download: Whether to download a model of the hub that is not in the cache.
 
     Raises:
         ExchangeError: The architecture or a field is unknown; the message names it.
         FileError: The file can't be read.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ExchangeError(f"{folder} is not a folder; name one with {CONFIG} and safetensors")
+    folder = find_folder(folder, download=download)
     given = read_config(folder)
     family = family_of(given, folder / CONFIG)
     plain = unquantized(given)
@@ -105,17 +104,18 @@ def read_description(folder: str | Path) -> Description:
     return Description(folder=folder, family=family, config=config, given=given)
 
 
-def describe(folder: str | Path) -> StackConfig:
+def describe(folder: str | Path, *, download: bool = False) -> StackConfig:
     """Return the config of a folder's model, from its config.json alone.
 
     Args:
-        folder: A folder of Hugging Face transformers; it needs no weights.
+        folder: A folder of Hugging Face transformers, or an id of the hub; it needs no weights.
+        download: Whether to download a model of the hub that is not in the cache.
 
     Raises:
         ExchangeError: The architecture or a field is unknown; the message names it.
         FileError: The file can't be read.
     """
-    return read_description(folder).config
+    return read_description(folder, download=download).config
 
 
 @cache

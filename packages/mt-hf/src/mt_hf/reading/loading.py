@@ -22,7 +22,9 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     state: ParallelState | None = None,
     vocab_multiple: int | None = None,
+    max_sequence_length: int | None = None,
     dequantize: bool = False,
+    download: bool = False,
     **arguments: Any,
 ) -> Stack[Any]:
     """Build a model from a folder of Hugging Face transformers, on this rank's layout.
@@ -34,13 +36,17 @@ def from_pretrained(
     keys and values become the model's `kv_schemes`.
 
     Args:
-        folder: A folder with config.json and safetensors files.
+        folder: A folder with config.json and safetensors files, or an id of the hub; see
+            `find_folder`.
         dtype: Dtype of the parameters; by default the most frequent dtype in the folder.
         state: This rank's place; None for a single process.
         vocab_multiple: Multiple to which the vocabulary is padded; by default the smallest that
             lets the ranks split it: 1 if tp divides the vocabulary, otherwise tp.
+        max_sequence_length: Largest number of tokens of a sequence, instead of the folder's;
+            rotary embeddings of the kind `dynamic` scale beyond the folder's.
         dequantize: Whether to load the values of quantised layers into plain layers, instead of
             layers with codes. Cached keys and values are then full.
+        download: Whether to download a model of the hub that is not in the cache.
         arguments: Further arguments of `Stack`: `layers`, `sequence_parallel`, `device` and so on.
 
     Raises:
@@ -50,7 +56,7 @@ def from_pretrained(
         ValueError: The layout does not fit the model.
     """
     state = ParallelState(ParallelLayout()) if state is None else state
-    pretrained = open_pretrained(folder)
+    pretrained = open_pretrained(folder, download=download).with_length(max_sequence_length)
     if vocab_multiple is None and isinstance(pretrained.config, ModelConfig):
         vocab_multiple = state.size("tp") if pretrained.config.vocab_size % state.size("tp") else 1
     if vocab_multiple is not None and vocab_multiple > 1:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mt_hf.family.error import ExchangeError
 from mt_hf.family.link import Link, inside, sizes_of
+from mt_hf.reading.finite import check_finite_layer
 from mt_hf.reading.low_bit import StoredLayer
 from mt_hf.reading.pretrained import Pretrained
 from mt_hf.reading.tensors import StoredTensor
@@ -24,7 +25,8 @@ def low_bit_layers(model: nn.Module, found: Pretrained) -> Iterator[tuple[str, S
     A fused layer is skipped unless all its parts are quantised.
 
     Raises:
-        ExchangeError: A file is damaged, or the parts of a layer have different formats.
+        ExchangeError: A file is damaged, a value is not finite, or the parts of a layer have
+            different formats.
     """
     for name, module in model.named_modules():
         target = f"{name}.weight"
@@ -36,7 +38,8 @@ def low_bit_layers(model: nn.Module, found: Pretrained) -> Iterator[tuple[str, S
         places = [_places(link, whole, len(shape.outputs)) for link in links]
         known = [place for place in places if place is not None]
         if sum(len(place.rows) for place in known) == shape.whole_rows:
-            yield name, _joined(name, links, known, found.tensors)
+            dtype = module.get_parameter("weight").dtype
+            yield name, _joined(name, links, known, found.tensors, dtype)
 
 
 def _is_low_bit(links: Sequence[Link], tensors: Mapping[str, StoredTensor]) -> bool:
@@ -87,12 +90,15 @@ def _joined(
     links: Sequence[Link],
     places: Sequence[Place],
     tensors: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
 ) -> StoredLinear:
     parts: list[StoredLinear] = []
     sources = [x for link in links if isinstance(x := tensors[link.source], StoredLayer)]
     for stored, place in zip(sources, places, strict=True):
         try:
-            parts.append(stored.read().take(place.source_rows, _unless_all(place.source_columns)))
+            whole = stored.read()
+            check_finite_layer(whole, dtype, stored)
+            parts.append(whole.take(place.source_rows, _unless_all(place.source_columns)))
         except QuantizationError as error:
             raise ExchangeError(f"{stored.path}: layer {stored.layer}: {error}") from error
     try:

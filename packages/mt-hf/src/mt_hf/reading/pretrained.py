@@ -26,10 +26,13 @@ from mt_hf.family.family import Family
 from mt_hf.family.link import Link, Range, check_links, common, inside
 from mt_hf.reading.description import Description, read_description
 from mt_hf.reading.files import CONFIG
+from mt_hf.reading.finite import check_finite
 from mt_hf.reading.mxfp4 import METHOD, with_experts
-from mt_hf.reading.tensors import StoredTensor, open_tensors
+from mt_hf.reading.tensors import MAX_TENSORS, StoredTensor, open_tensors
 
 _SHOWN = 5  # tensors in a message
+_PARTS = 8  # tensors of a quantised layer, at most
+_IGNORED = 1 << 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +63,15 @@ class Pretrained(Description):
     def fill(self, name: str, into: Tensor, offsets: Sequence[int] | None = None) -> None:
         """Copy a box of a parameter's values into a tensor of any dtype.
 
-        Only the pages of the files with the box are read.
+        Only the pages of the files with the box are read. Values that are not finite are refused.
 
         Args:
             name: Name of the parameter in the whole model.
             into: Tensor of the box.
             offsets: First index of the box in the whole parameter; None for the start.
+
+        Raises:
+            ExchangeError: A value is not finite; the message names tensor and file.
         """
         starts = (0,) * into.dim() if offsets is None else offsets
         own = tuple((start, start + n) for start, n in zip(starts, into.shape, strict=True))
@@ -77,8 +83,10 @@ class Pretrained(Description):
             area = link.area(shape)
             shared = common(own, area)
             if shared is not None:
-                window = link.window(self.tensors[link.source].map(), shape)
-                into[inside(shared, own)].copy_(window[inside(shared, area)])
+                stored = self.tensors[link.source]
+                window = link.window(stored.map(), shape)
+                box = into[inside(shared, own)].copy_(window[inside(shared, area)])
+                check_finite(box, stored)
 
     def padded(self, vocab_multiple: int) -> Pretrained:
         """Return the same model with its vocabulary padded to a multiple; see `ModelConfig`.
@@ -90,6 +98,22 @@ class Pretrained(Description):
         config = replace(self.config, vocab_multiple=vocab_multiple)
         links, shapes = linked(self.family, config)
         return replace(self, config=config, links=by_target(links, shapes), shapes=shapes)
+
+    def with_length(self, max_sequence_length: int | None) -> Pretrained:
+        """Return the same model for sequences of up to a number of tokens; None for the folder's.
+
+        Raises:
+            ExchangeError: The model has a trained vector for each position.
+        """
+        config = self.config
+        if max_sequence_length is None or not isinstance(config, ModelConfig):
+            return self
+        if config.positions == "learned":
+            raise ExchangeError(
+                f"{self.folder}: max_sequence_length can't be {max_sequence_length}: the model has "
+                f"{config.max_sequence_length} trained positions; leave it out"
+            )
+        return replace(self, config=replace(config, max_sequence_length=max_sequence_length))
 
     def initializer(self, state: ParallelState) -> Callable[[str, nn.Parameter], None]:
         """Return a function that fills one parameter at a time of a model on the meta device.
@@ -104,22 +128,24 @@ class Pretrained(Description):
         return fill
 
 
-def open_pretrained(folder: str | Path) -> Pretrained:
+def open_pretrained(folder: str | Path, *, download: bool = False) -> Pretrained:
     """Check a folder: its config.json, and that its tensors cover the model exactly once.
 
     Args:
         folder: A folder with config.json and safetensors files, from transformers'
-            `save_pretrained` or the Hugging Face hub.
+            `save_pretrained` or the Hugging Face hub; or an id of the hub, see `find_folder`.
+        download: Whether to download a model of the hub that is not in the cache.
 
     Raises:
         ExchangeError: The architecture or a field is unknown; tensors are missing, unexpected or
             of a wrong shape; a file is damaged. The message names file and tensor.
         FileError: A file can't be read.
     """
-    described = read_description(folder)
+    described = read_description(folder, download=download)
     links, shapes = linked(described.family, described.config)
-    found = _unwrapped(described.family, _opened(described))
-    found = _renamed(described, found, {link.source for link in links})
+    sources = {link.source for link in links}
+    found = _unwrapped(described.family, _opened(described, _most(described, len(sources))))
+    found = _renamed(described, found, sources)
     scales = _kv_scales(described, found)
     found = {name: tensor for name, tensor in found.items() if name not in scales}
     return Pretrained(
@@ -148,9 +174,20 @@ def _kv_scales(
     return {n: tensor for n, tensor in found.items() if n.rpartition(".")[2] in KV_LEAVES}
 
 
-def _opened(described: Description) -> Mapping[str, StoredTensor]:
+def _most(described: Description, sources: int) -> int:
+    """Return the largest number of tensors that a folder of a model may have.
+
+    A quantised layer has several tensors, arrays of all experts may be stored one by one, and some
+    tensors are ignored.
+    """
+    config = described.config
+    experts = [getattr(layer.feed_forward, "num_experts", 1) for layer in config.layers]
+    return min(MAX_TENSORS, _PARTS * (sources + 3 * sum(experts)) + _IGNORED)
+
+
+def _opened(described: Description, most: int) -> Mapping[str, StoredTensor]:
     """Return the tensors of a folder; quantised ones give dequantised values."""
-    tensors = open_tensors(described.folder)
+    tensors = open_tensors(described.folder, most)
     quantization = described.given.get("quantization_config")
     if quantization is None:
         return tensors

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
-from mt_files import did_you_mean, open_file, parse_json, read_json, shorten
+from mt_files import did_you_mean, open_file, parse_json, shorten
 from mt_model import Sizes
 from torch import Tensor
 
@@ -22,6 +22,10 @@ from mt_hf.reading.files import INDEX, ONE_FILE, root_of
 _MAX_HEADER = 100_000_000  # limit of the format's own reader
 _MAX_INDEX = 1 << 28
 _MAX_DIMS = 32
+_BLOCK = 1 << 20
+_KEYS, _VALUES = 5, 5 + _MAX_DIMS  # of a tensor in a header
+_METADATA = 1 << 16
+MAX_TENSORS = 1 << 18  # of a folder; the largest published mixtures have half of it
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -83,11 +87,12 @@ class StoredTensor:
         return _view(pages, skipped, self.dtype, count).view(self.shape)
 
 
-def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+def open_tensors(folder: Path, most: int = MAX_TENSORS) -> dict[str, StoredTensor]:
     """Return every tensor of a folder by name, from the headers alone.
 
     Args:
         folder: A folder with `model.safetensors`, or `model.safetensors.index.json` and its files.
+        most: Largest number of tensors; a header with more is refused before it is parsed.
 
     Raises:
         ExchangeError: A file is missing or damaged, or contradicts the index; the message names
@@ -95,17 +100,17 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
         FileError: A file can't be read, or a link leads out of the folder.
     """
     if (folder / ONE_FILE).exists():
-        return {found.name: found for found in _header(folder, ONE_FILE)}
+        return {found.name: found for found in _header(folder, ONE_FILE, most)}
     if not (folder / INDEX).exists():
         pickled = (folder / "pytorch_model.bin").exists() or any(folder.glob("pytorch_model-*.bin"))
         way_out = "; pickled weights are not read: save them with transformers as safetensors"
         raise ExchangeError(
             f"{folder} has neither {ONE_FILE} nor {INDEX}{way_out if pickled else ''}"
         )
-    named = _index(folder)
+    named = _index(folder, most)
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(named.values())):
-        for tensor in _header(folder, file):
+        for tensor in _header(folder, file, most):
             if named.get(tensor.name) != file:
                 says = named.get(tensor.name, "nowhere")
                 raise ExchangeError(
@@ -122,9 +127,13 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _index(folder: Path) -> dict[str, str]:
+def _index(folder: Path, most: int) -> dict[str, str]:
     path = folder / INDEX
-    index = read_json(path, limit=_MAX_INDEX, within=root_of(folder))
+    with open_file(path, within=root_of(folder)) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MAX_INDEX:
+            raise ExchangeError(f"{path}: has {size} bytes; at most {_MAX_INDEX} are read")
+        index = parse_json(_counted(path, file, size, most), name=path)
     named = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(named, dict) or not named:
         raise ExchangeError(f"{path}: has no weight_map from tensors to files; restore it")
@@ -138,7 +147,30 @@ def _index(folder: Path) -> dict[str, str]:
     return named
 
 
-def _header(folder: Path, name: str) -> Iterator[StoredTensor]:
+def _counted(path: Path, file: BinaryIO, size: int, most: int) -> bytes:
+    """Return the next bytes of a file, JSON that describes at most so many tensors.
+
+    Counting marks takes no memory and milliseconds, where parsing makes objects.
+
+    Raises:
+        ExchangeError: It has far more keys or values than these tensors need.
+    """
+    start, left = file.tell(), size
+    found = {b":": 0, b",": 0}
+    while left > 0 and (block := file.read(min(left, _BLOCK))):
+        left -= len(block)
+        for mark in found:
+            found[mark] += block.count(mark)
+    if found[b":"] > _KEYS * most + _METADATA or found[b","] > _VALUES * most + _METADATA:
+        raise ExchangeError(
+            f"{path}: describes far more tensors than the {most} that it may have for this model "
+            f"({found[b':']} keys and {found[b',']} values); restore it"
+        )
+    file.seek(start)
+    return file.read(size)
+
+
+def _header(folder: Path, name: str, most: int) -> Iterator[StoredTensor]:
     path, root = folder / name, root_of(folder)
     with open_file(path, within=root) as file:
         total = os.fstat(file.fileno()).st_size
@@ -148,7 +180,7 @@ def _header(folder: Path, name: str) -> Iterator[StoredTensor]:
                 f"{path}: is no complete safetensors file: {total} bytes, and its header would "
                 f"have {size}; download or copy it again"
             )
-        entries = parse_json(file.read(size), name=path)
+        entries = parse_json(_counted(path, file, size, most), name=path)
     if not isinstance(entries, dict):
         raise ExchangeError(f"{path}: its header is no mapping of tensors; restore it")
     entries.pop("__metadata__", None)

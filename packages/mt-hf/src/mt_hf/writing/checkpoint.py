@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mt_hf.family.error import ExchangeError
 from mt_hf.reading.files import read_config
+from mt_hf.reading.finite import check_finite
 from mt_hf.reading.pretrained import Pretrained, open_pretrained, stored_dtype
 from mt_hf.writing.export import FILE_SIZE, plan_export
 from mt_hf.writing.files import check_free, new_folder
@@ -173,7 +174,9 @@ def _shards(found: Pretrained) -> Iterator[TensorShard]:
             continue
         for link in links:
             starts = tuple(start for start, _ in link.area(shape))
-            window = link.window(found.tensors[link.source].map(), shape)
+            stored = found.tensors[link.source]
+            window = link.window(stored.map(), shape)
+            check_finite(window, stored)
             yield TensorShard(name, window, global_shape=shape, offsets=starts)
 
 

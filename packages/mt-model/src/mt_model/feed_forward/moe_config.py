@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from mt_files import Checks, FieldError
-from mt_moe import check_choice, check_form, check_number
+from mt_moe import check_choice, check_form, check_number, training_obstacle
 
 from mt_model.block.entry import FeedForwardConfig
 from mt_model.block.sizes import MAX_WIDTH
@@ -132,6 +132,11 @@ class MoEConfig(FeedForwardConfig):
 
     def _check_form(self) -> None:
         check_form(self.activation, gated=self.gated, clamp=self.clamp, up_offset=self.up_offset)
+
+    @property
+    def training_obstacle(self) -> str | None:
+        """Why the router can't be trained; None if it can."""
+        return training_obstacle(self)
 
     @property
     def width(self) -> int:

@@ -24,7 +24,7 @@ from mt_moe.routing.balance import (
 from mt_moe.routing.choice import RouterOptions, Routing, route
 from mt_moe.routing.expert_bias import ExpertBias
 from mt_moe.routing.record import RoutingRecord
-from mt_moe.routing.rules import check_number
+from mt_moe.routing.rules import check_number, training_obstacle
 from mt_moe.routing.sinkhorn import sinkhorn_bias
 from mt_moe.wide_linear import wide_linear
 
@@ -136,7 +136,13 @@ class Router(nn.Module):
 
         Shape:
             x: [B, S, hidden] or [T, hidden], one sequence; valid, token_index: [B, S] or [T].
+
+        Raises:
+            ValueError: The weight is to be trained, and the options give it no gradient.
         """
+        obstacle = training_obstacle(self.options)
+        if obstacle and self.training and self.weight.requires_grad and torch.is_grad_enabled():
+            raise ValueError(obstacle)
         logits = self.logits(x, token_index)
         shape = (1, *logits.shape) if logits.dim() == 2 else logits.shape
         valid = None if valid is None else valid.reshape(shape[:-1])

@@ -51,6 +51,18 @@ def scores_per_group(choice: Choice) -> int:
     return choice.top_k // choice.top_groups if choice.group_top is None else choice.group_top
 
 
+def training_obstacle(choice: Choice) -> str | None:
+    """Return why a router with these options can't be trained; None if it can."""
+    constant = choice.normalize or choice.score == "softmax_of_chosen"
+    if choice.top_k > 1 or not constant:
+        return None
+    return (
+        f"top_k=1 with score={choice.score!r} and normalize={choice.normalize} gives each token "
+        "the weight 1, and the router no gradient; use normalize=False with softmax, sigmoid or "
+        "sqrtsoftplus"
+    )
+
+
 def check_choice(choice: Choice, *, bias: str | None) -> None:
     """Check the fields of a router's options against each other.
 
@@ -63,13 +75,6 @@ def check_choice(choice: Choice, *, bias: str | None) -> None:
     """
     if choice.score not in get_args(Score):
         raise ValueError(f"score must be one of {get_args(Score)}, got {choice.score!r}")
-    constant = choice.normalize or choice.score == "softmax_of_chosen"
-    if choice.top_k == 1 and constant:
-        raise ValueError(
-            f"top_k=1 with score={choice.score!r} and normalize={choice.normalize} gives each "
-            "token the weight 1, and the router no gradient; use normalize=False with softmax, "
-            "sigmoid or sqrtsoftplus"
-        )
     if choice.score == "softmax_of_chosen" and bias == "quantile":
         raise ValueError(
             "score='softmax_of_chosen' chooses by logits, and a bias of kind 'quantile' follows "

@@ -49,7 +49,8 @@ def _layer(layer: nn.Module, shape: LinearShape, stored: StoredLinear) -> Quanti
     if stored.weight.shape != whole:
         raise QuantizationError(f"its weight is {stored.weight.shape}, and {whole} is needed")
     weight = layer.get_parameter("weight")
-    tensors = tensors_of(QuantizedMatrix(weight=stored.weight), shape, weight.dtype)
+    matrix = QuantizedMatrix(weight=stored.weight, input_scale=stored.input_scale)
+    tensors = tensors_of(matrix, shape, weight.dtype)
     if stored.step is not None:
         tensors["input_step"] = stored.step
     format = stored.weight.format

@@ -7,7 +7,9 @@ writes, and the tensors that vLLM's `modelopt` method reads.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,13 +17,19 @@ from mt_files import shorten
 from torch import Tensor
 
 from mt_quant.checkpoints.compressed import block_weight, float_weight, nvfp4_weight, scaled_weight
-from mt_quant.checkpoints.stored import StoredLinear, check_e4m3, check_shape, needed
+from mt_quant.checkpoints.stored import (
+    StoredLinear,
+    check_e4m3,
+    check_shape,
+    integer_weight,
+    needed,
+)
 from mt_quant.error import QuantizationError
 from mt_quant.formats.format import InputFormat, WeightFormat
 from mt_quant.formats.kv_format import KVFormat
 
 METHOD = "modelopt"
-LEAVES = ("weight_scale", "weight_scale_2", "input_scale")
+LEAVES = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
 MIXED = "MIXED_PRECISION"
 BLOCKS_ALONE = "FP8_PB_WO"
 _BLOCK = (128, 128)
@@ -32,6 +40,9 @@ _ALGORITHMS: Mapping[tuple[str, str], str] = {
     ("mxfp8", "mxfp8"): "MXFP8",
     ("nvfp4", "None"): "W4A16_NVFP4",
 }
+# Read only: what the weights of AWQ and SmoothQuant are, beside a factor for each input feature.
+_NVFP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ")
+_SMOOTHED = "W8A8_SQ_PER_CHANNEL"
 _GROUPS: Mapping[str, int] = {"MXFP8": 32, "W4A16_NVFP4": 16}
 KV_NAMES: Mapping[str, str] = {"k_scale": "k_proj.k_scale", "v_scale": "v_proj.v_scale"}
 
@@ -112,13 +123,23 @@ def read_modelopt(
     Raises:
         QuantizationError: A tensor is missing or has a wrong shape, or the algorithm is unknown.
     """
-    algorithm = _algorithm_of(config, name)
+    found = _read_weight(_algorithm_of(config, name), tensors)
+    factors = tensors.get("pre_quant_scale")
+    if factors is None:
+        return found
+    check_shape("pre_quant_scale", factors, (found.weight.shape[1],))
+    return replace(found, input_scale=factors.float())
+
+
+def _read_weight(algorithm: str | None, tensors: Mapping[str, Tensor]) -> StoredLinear:
     data, scale = needed(tensors, "weight", "weight_scale")
-    if algorithm in ("NVFP4", "W4A16_NVFP4"):
+    if algorithm in _NVFP4:
         level = needed(tensors, "weight_scale_2")[0].float().view(1, 1)
         return StoredLinear(weight=nvfp4_weight(data, scale, level))
+    if algorithm == _SMOOTHED:
+        return _smoothed(data, scale, tensors.get("input_scale"))
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", BLOCKS_ALONE):
-        known = ", ".join((*dict.fromkeys(_ALGORITHMS.values()), "NVFP4", BLOCKS_ALONE))
+        known = ", ".join((*dict.fromkeys(_ALGORITHMS.values()), *_NVFP4, _SMOOTHED, BLOCKS_ALONE))
         raise QuantizationError(
             f"quant_algo {shorten(algorithm)} is not supported; use one of {known}"
         )
@@ -128,7 +149,9 @@ def read_modelopt(
         weight = float_weight(data, scale, WeightFormat(type="mxfp8", group=32))
         return StoredLinear(weight=weight, input=InputFormat(type="mxfp8", group="block"))
     if algorithm == BLOCKS_ALONE:
-        scale = scale.flatten(-2).flatten(0, 1) if scale.dim() == 4 else scale
+        boxes = [-(-size // block) for size, block in zip(data.shape, _BLOCK, strict=True)]
+        if scale.dim() != len(boxes) and scale.numel() == math.prod(boxes):
+            scale = scale.view(boxes)  # with further dims of one element, or without those
         return StoredLinear(weight=block_weight(data, scale, _BLOCK))
     weight, step = scaled_weight(data, scale), tensors.get("input_scale")
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
@@ -136,6 +159,19 @@ def read_modelopt(
     if step is None:
         return StoredLinear(weight=weight)
     input = InputFormat(type="fp8", group="tensor", dynamic=False)
+    return StoredLinear(weight=weight, input=input, step=step.float().view(1, 1))
+
+
+def _smoothed(data: Tensor, scale: Tensor, step: Tensor | None) -> StoredLinear:
+    """Return a weight in int8 with a scale for each output."""
+    if data.dtype != torch.int8:
+        raise QuantizationError(f"weight is {data.dtype}, and torch.int8 is needed")
+    check_shape("weight_scale", scale, (data.shape[0],))
+    codes = (data.to(torch.int16) + 128).to(torch.uint8)
+    weight = integer_weight(codes, scale.view(-1, 1), None, 8)
+    if step is None:
+        return StoredLinear(weight=weight)
+    input = InputFormat(type="int8", group="tensor", dynamic=False)
     return StoredLinear(weight=weight, input=input, step=step.float().view(1, 1))
 
 

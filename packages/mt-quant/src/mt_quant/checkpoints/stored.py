@@ -24,15 +24,17 @@ class StoredLinear:
         step: Static scale of the input, for an `input` that is not dynamic.
         order: Index in the layer of each column of `weight`, for layouts that sort columns by
             group; None for the layer's own order.
+        input_scale: Factors of the input's features, applied before the product; None for none.
 
     Shape:
-        step: fp32 [1, 1]. order: [in].
+        step: fp32 [1, 1]. order, input_scale: [in].
     """
 
     weight: QuantizedWeight
     input: InputFormat | None = None
     step: Tensor | None = None
     order: Tensor | None = None
+    input_scale: Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the values of the weight.
@@ -41,6 +43,8 @@ class StoredLinear:
             Returns [out, in].
         """
         values = self.weight.dequantize(dtype)
+        if self.input_scale is not None:
+            values = (values.float() * self.input_scale).to(dtype)
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(1, self.order, values)
@@ -56,7 +60,9 @@ class StoredLinear:
                 "its inputs are sorted by group (g_idx), which no layer here computes with; "
                 "read it dequantised"
             )
-        return replace(self, weight=self.weight.take(rows, columns))
+        scale = self.input_scale
+        scale = scale if scale is None or columns is None else scale[columns]
+        return replace(self, weight=self.weight.take(rows, columns), input_scale=scale)
 
 
 def join_rows(parts: Sequence[StoredLinear], rows: Tensor) -> StoredLinear:
@@ -81,6 +87,11 @@ def join_rows(parts: Sequence[StoredLinear], rows: Tensor) -> StoredLinear:
                 f"{first.input} and {part.weight.format} with input {part.input}; read it "
                 "dequantised"
             )
+        if not _are_equal(part.input_scale, first.input_scale):
+            raise QuantizationError(
+                "parts of one layer here have different factors of their input's features "
+                "(pre_quant_scale); read it dequantised"
+            )
     order = torch.argsort(rows)
     weights = [part.weight for part in parts]
     joined = {
@@ -92,6 +103,12 @@ def join_rows(parts: Sequence[StoredLinear], rows: Tensor) -> StoredLinear:
     steps = [part.step for part in parts if part.step is not None]
     step = torch.stack(steps).amax(0) if steps else None
     return replace(first, weight=replace(first.weight, **joined), step=step)
+
+
+def _are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return torch.equal(first, second)
 
 
 def _with_same_scales(parts: Sequence[StoredLinear]) -> list[StoredLinear]:

@@ -23,10 +23,11 @@ from mt_files import (
     shorten,
     to_plain,
 )
-from mt_hf import ExchangeError, read_description
+from mt_hf import ExchangeError, find_folder, is_hub_id, read_description
 from mt_model import (
     PRESETS,
     ModelConfig,
+    MoEConfig,
     PluginError,
     load_installed_plugins,
     load_plugin,
@@ -98,6 +99,7 @@ class LoadedConfig:
             raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
         self._check_images(model, "model.from")
         self._check_spans(model)
+        self._check_routers(model)
         for field, text in objective_misfits(self.config, model):
             raise self.error(field, text)
         if self.config.optimizer.qk_clip is not None and not any(clipped_heads(model)):
@@ -111,6 +113,12 @@ class LoadedConfig:
             text = "the model takes images, and the data of a run has none; use one of text "
             text += "alone, or train it in a loop of your own, with batch['pixel_values']"
             raise self.error(field, text)
+
+    def _check_routers(self, model: ModelConfig) -> None:
+        field = "model.moe.top_k" if self.config.model.from_ is None else "model.from"
+        for entry in (layer.feed_forward for layer in model.layers):
+            if isinstance(entry, MoEConfig) and entry.training_obstacle is not None:
+                raise self.error(field, entry.training_obstacle)
 
     def _check_spans(self, model: ModelConfig) -> None:
         """Check that a model with an encoder, and no other, has something to read and to write."""
@@ -286,7 +294,7 @@ class _Paths:
 
     def pretrained(self, model: Any, data: Any) -> dict[str, Any]:
         """Resolve the folder that the model is of, and take its tokenizer where none is named."""
-        folder = self._resolve("model.from", model.from_)
+        folder = self._model_folder(model.from_)
         sections: dict[str, Any] = {"model": dataclasses.replace(model, from_=folder)}
         if any(problem.path == "model.from" for problem in self._problems):
             return sections
@@ -307,6 +315,19 @@ class _Paths:
                 data, tokenizer=str(tokenizer), eod=data.eod or eod
             )
         return sections
+
+    def _model_folder(self, named: str) -> str:
+        """Resolve a path, or the id of a model in the local cache of the Hugging Face hub."""
+        before = len(self._problems)
+        folder = self._resolve("model.from", named)
+        if len(self._problems) == before or not is_hub_id(named):
+            return folder
+        missing = self._problems.pop().text
+        try:
+            return str(find_folder(named))
+        except (ExchangeError, FileError) as error:
+            self._add("model.from", f"{missing}; {error}")
+            return folder
 
     def check_offload(self, optimizer: OptimizerSection) -> None:
         """Report an `offload_dir` whose path is a file."""

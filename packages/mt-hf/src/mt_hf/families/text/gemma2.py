@@ -12,6 +12,8 @@ from mt_files import Checks
 from mt_model import ModelConfig, NormConfig, QKNorm
 
 from mt_hf.family.decoder import (
+    ACTIVATION_NAMES,
+    check_activation,
     decoder_config,
     decoder_fields,
     decoder_links,
@@ -37,7 +39,7 @@ class GemmaFields(WindowFields):
     """The specific fields of the config.json of a Gemma from 2 on, with their defaults.
 
     `layer_types` lists the layers with a window; without it, all layers except each
-    `every_whole`-th have one. `hidden_act` is an old second name of `hidden_activation`.
+    `every_whole`-th have one. As in transformers, nothing reads `hidden_act`.
     """
 
     hidden_size: int = 2304
@@ -61,9 +63,7 @@ class GemmaFields(WindowFields):
         checks.at_least(1, "sliding_window")
         checks.above(0, "query_pre_attn_scalar", "final_logit_softcapping")
         checks.above(0, "attn_logit_softcapping")
-        if self.hidden_act != self.hidden_activation:
-            text = f"{self.hidden_act!r} is not hidden_activation={self.hidden_activation!r}"
-            checks.add("hidden_act", text)
+        check_activation(checks, "hidden_activation", self.hidden_activation)
         if self.use_bidirectional_attention:
             checks.add("use_bidirectional_attention", "true: it is causal here; use false")
         checks.done()
@@ -95,7 +95,7 @@ def gemma_config(given: GemmaFields, *, qk_norm: QKNorm = "none") -> ModelConfig
     """Return the model of a config.json, with one rotary embedding in all layers."""
     usual = given.query_pre_attn_scalar == given.heads[2]
     config = decoder_config(
-        given,
+        replace(given, hidden_act=given.hidden_activation),
         windows=given.windows,
         bias=given.attention_bias,
         norms="sandwich",
@@ -122,14 +122,14 @@ def gemma_fields(kind: type[GemmaT], config: ModelConfig, **rest: Any) -> GemmaT
     Raises:
         ValueError: The first layer is not attention and an MLP.
     """
-    mixer, _ = first_layer(config)
+    mixer, mlp = first_layer(config)
     windows = window_fields(config)
     windows["sliding_window"] = windows["sliding_window"] or GemmaFields.sliding_window
     scalar = mixer.head_dim if mixer.scale is None else round(mixer.scale**-2)
     return decoder_fields(
         kind,
         config,
-        hidden_activation="gelu_pytorch_tanh",
+        hidden_activation=ACTIVATION_NAMES[mlp.activation],
         query_pre_attn_scalar=scalar,
         final_logit_softcapping=config.logit_softcap,
         attn_logit_softcapping=mixer.softcap,
