@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from mt_hf import ExchangeError, describe, known_families
+from mt_hf import ExchangeError, describe, known_families, read_end_tokens
 
 TOOL = Path(__file__).parents[1] / "tools/known_fields.py"
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
@@ -116,5 +116,6 @@ def test_infinity_is_read_as_transformers_wrote_it(tmp_path):
     given = {"architectures": ["Mamba2ForCausalLM"], "num_hidden_layers": 1}
     folder = folder_of(tmp_path, {**given, "time_step_limit": [0.0, float("inf")]})
     assert describe(folder).layers[0].mixer.max_dt is None
+    assert read_end_tokens(folder) == frozenset()
     with pytest.raises(ExchangeError, match="rms_norm_eps"):
         describe(folder_of(tmp_path, {**LLAMA, "rms_norm_eps": float("inf")}))

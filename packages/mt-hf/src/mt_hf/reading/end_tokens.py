@@ -9,7 +9,7 @@ from typing import Any
 from mt_files import read_json, shorten
 
 from mt_hf.family.error import ExchangeError
-from mt_hf.reading.files import CONFIG, MAX_JSON, root_of
+from mt_hf.reading.files import CONFIG, MAX_JSON, infinity, root_of
 
 GENERATION = "generation_config.json"
 _FIELD = "eos_token_id"
@@ -37,7 +37,8 @@ def read_end_tokens(folder: str | Path) -> frozenset[int]:
         path = Path(folder) / name
         if not path.exists():
             continue
-        given = read_json(path, limit=MAX_JSON, within=root_of(path.parent))
+        root = root_of(path.parent)
+        given = read_json(path, limit=MAX_JSON, within=root, constant=infinity)
         found = _named(given) if isinstance(given, Mapping) else None
         if found is not None:
             return _checked(found, path)

@@ -41,13 +41,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         FileError: The file can't be read.
     """
     path = folder / CONFIG
-    given = read_json(path, limit=MAX_JSON, within=root_of(folder), constant=_infinity)
+    given = read_json(path, limit=MAX_JSON, within=root_of(folder), constant=infinity)
     if not isinstance(given, dict):
         raise ExchangeError(f"{path}: is no mapping of fields; restore it")
     return given
 
 
-def _infinity(name: str) -> dict[str, str]:
+def infinity(name: str) -> dict[str, str]:
     """Return infinity as newer transformers writes it; older wrote a bare `Infinity`."""
     if name != "Infinity":
         raise ValueError(f"{name} is no JSON number")
