@@ -42,7 +42,7 @@ def find_folder(named: str | Path, *, base: str | Path = ".", download: bool = F
         return path
     if path.exists() or not is_hub_id(text):
         raise ExchangeError(
-            f"{shorten(str(path), 200)} is not a folder; name one with {CONFIG} and safetensors, "
+            f"{_shown(path)} is not a folder; name one with {CONFIG} and safetensors, "
             "or a model of the Hugging Face hub, such as Qwen/Qwen3-0.6B"
         )
     if find_spec("huggingface_hub") is None:
@@ -50,6 +50,10 @@ def find_folder(named: str | Path, *, base: str | Path = ".", download: bool = F
             f"{text} is not a folder; to read it as a model of the Hugging Face hub: {_NEEDS}"
         )
     return _downloaded(text) if download else _cached(text)
+
+
+def _shown(path: Path) -> str:
+    return shorten(str(path), 200).strip("'\"")
 
 
 def _cached(name: str) -> Path:
