@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -117,6 +118,49 @@ def test_kill_9_of_the_real_command_continues_to_the_same_bits(
     finished = cli(*tiny.command(tmp_path, *LONG, nproc=2))
     assert finished.returncode == 0, finished.stderr
     assert_equal_bits(tmp_path, undisturbed, arrays, losses, step=20)
+
+
+def torchrun(command: list[str], rendezvous: str, nodes: int) -> list[list[str]]:
+    """Return the commands that start the same run under torchrun, one for each node."""
+    program = command[command.index("-m") + 1 : command.index("--nproc")]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "1"]
+    if rendezvous == "static":
+        where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    start = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", *where]
+    start += ["--nnodes", str(nodes), "--nproc-per-node", str(2 // nodes)]
+    ranked = [["--node-rank", str(node)] if rendezvous == "static" else [] for node in range(nodes)]
+    return [[*start, *node, "-m", *program] for node in ranked]
+
+
+# CI kills once, where most can differ: with two agents the one that failed counts alone.
+TORCHRUN_KILLS = [
+    pytest.param(*case, seed, marks=pytest.mark.campaign if seed or case[1] == 1 else ())
+    for case, seeds in ((("c10d", 2), 6), (("static", 1), 7), (("c10d", 1), 7))
+    for seed in range(seeds)
+]
+
+
+@pytest.mark.parametrize(("rendezvous", "nodes", "seed"), TORCHRUN_KILLS)
+def test_torchrun_starts_killed_ranks_again_and_they_end_in_the_same_bits(
+    rendezvous, nodes, seed, tiny, undisturbed, tmp_path, arrays, losses
+) -> None:
+    rng, log = random.Random(seed), tmp_path / "log"
+    commands = torchrun(tiny.command(tmp_path / "run", *OPTIONS, nproc=2), rendezvous, nodes)
+    with log.open("w") as output:
+        agents = [subprocess.Popen(each, stdout=output, stderr=output) for each in commands]
+    deadline = time.monotonic() + 120
+    lines, metrics = rng.randint(1, 16), tmp_path / "run" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < lines:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.005)
+    ranks = [rank for agent in agents for rank in children(agent.pid)]
+    os.kill(rng.choice(ranks), signal.SIGKILL)
+    assert [agent.wait(timeout=120) for agent in agents] == [0] * nodes, log.read_text()
+    assert log.read_text().count(" parameters, ") == 2  # the first restart was enough
+    assert_equal_bits(tmp_path / "run", undisturbed, arrays, losses)
 
 
 def test_sigterm_saves_and_exits_with_75(tiny, tmp_path, losses, cli, arrays) -> None:

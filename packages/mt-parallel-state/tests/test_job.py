@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -89,6 +90,39 @@ def test_a_rank_without_a_store_says_where_it_looks(
     ):
         init_process_group(env, timeout=timedelta(seconds=1))
     assert [message for message in caplog.messages if where in message] == caplog.messages != []
+
+
+def _meet(port: int, ranks: tuple[int, ...], seconds: float = 20.0) -> list[dist.Store]:
+    """Let ranks of a world of two meet, the last one a moment after the others."""
+    with ThreadPoolExecutor() as pool:
+        found = []
+        for rank in ranks:
+            env = DistributedEnv(
+                rank=rank,
+                world_size=2,
+                master_port=port,
+                store_is_served=True,
+                local_rank=rank,
+                local_world_size=2,
+            )
+            found.append(pool.submit(store.meet, env, timedelta(seconds=seconds)))
+            time.sleep(0.1)
+        return [one.result() for one in found]
+
+
+@pytest.mark.parametrize("lost", [(), (0,), (1,), (0, 1)])
+def test_ranks_that_start_again_never_see_the_keys_of_those_before(lost: tuple[int, ...]) -> None:
+    host = store.host_on_loopback()
+    if len(lost) == 1:  # one that dies before the other has come
+        with pytest.raises(JoinError):
+            _meet(host.port, lost, seconds=0.2)
+    elif lost:
+        for one in _meet(host.port, lost):
+            one.set("an address", "of a rank that is gone")
+    first, second = _meet(host.port, (1, 0))
+    assert not first.check(["an address"])
+    first.set("an address", "of rank 1")
+    assert second.get("an address") == b"of rank 1"
 
 
 def test_a_taken_port_is_one_error() -> None:

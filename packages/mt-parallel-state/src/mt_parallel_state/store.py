@@ -57,32 +57,65 @@ def host_on_loopback(port: int = 0) -> TCPStore:
 
 
 def meet(env: DistributedEnv, timeout: timedelta) -> dist.Store:
-    """Connect to the store of `env` and wait until every rank has.
+    """Connect to the store of `env`, wait until every rank has, and return it for this attempt.
+
+    A launcher that starts all ranks again after a failure keeps its store, with the keys of ranks
+    that are gone. So keys belong to an attempt, which rank 0 opens, and completes once all ranks
+    are in it; a rank that meets its own predecessor's traces waits for the next one. (torchrun's
+    own count of restarts differs between nodes: only the node of the failure counts.)
 
     After a while the first rank to arrive logs (`mt_parallel_state`) which ranks are missing; every
-    rank logs while there is no store. All waiting is done in Python, so that signal handlers run.
+    rank logs while there is no store, or no rank 0. All waiting is done in Python, so that signal
+    handlers run.
 
     Raises:
         JoinError: There is no store or a rank is missing when the time is up.
     """
     started = time.monotonic()
-    store = _connect(env, started, timeout.total_seconds())
-    arrived = dist.PrefixStore("mt_parallel_state/arrived", store)
-    arrived.set(str(env.rank), "")
-    count = arrived.add("count", 1)
+    attempt = _Attempt(_connect(env, started, timeout.total_seconds()), env)
+    total = f"of {env.world_size}"
+    _wait(attempt.is_complete, attempt.missing, total, started, timeout.total_seconds())
+    return attempt.store
 
-    def all_here() -> bool:
-        nonlocal count
-        count = arrived.add("count", 0)
-        return count >= env.world_size
 
-    def missing() -> str | None:
-        absent = [r for r in range(env.world_size) if not arrived.check([str(r)])]
-        speaks = next((r for r in range(env.world_size) if r not in set(absent)), 0)
-        return _ranks(absent) if absent and speaks == env.rank else None
+class _Attempt:
+    """The newest attempt of all ranks to meet, as one rank sees it."""
 
-    _wait(all_here, missing, f"of {env.world_size}", started, timeout.total_seconds())
-    return store
+    def __init__(self, store: dist.Store, env: DistributedEnv) -> None:
+        self._root = dist.PrefixStore("mt_parallel_state", store)
+        self._rank, self._world = env.rank, env.world_size
+        self._number, self._is_in = 0, False
+        if self._rank == 0:
+            self._enter(self._root.add("attempts", 1))
+
+    def _enter(self, number: int) -> None:
+        """Enter an attempt, unless a process that was this rank before is in it."""
+        self._number = number
+        self.store = dist.PrefixStore(f"attempt-{number}", self._root)
+        self._arrived = dist.PrefixStore("arrived", self.store)
+        self._is_in = self._arrived.add(str(self._rank), 1) == 1
+        if self._is_in:
+            self._arrived.add("count", 1)
+
+    def is_complete(self) -> bool:
+        """Return whether all ranks are in the attempt, which rank 0 tells the others."""
+        if self._rank == 0:
+            if self._arrived.add("count", 0) < self._world:
+                return False
+            self.store.set("complete", "")
+            return True
+        newest = self._root.add("attempts", 0)
+        if newest > self._number:
+            self._enter(newest)
+        return self._is_in and self.store.check(["complete"])
+
+    def missing(self) -> str | None:
+        """Return the missing ranks on the first rank that is there, and None on the others."""
+        if not self._is_in:
+            return _ranks([0])
+        absent = [rank for rank in range(self._world) if not self._arrived.check([str(rank)])]
+        speaks = next((rank for rank in range(self._world) if rank not in set(absent)), 0)
+        return _ranks(absent) if absent and speaks == self._rank else None
 
 
 def _connect(env: DistributedEnv, started: float, timeout: float) -> dist.Store:
