@@ -71,6 +71,16 @@ def test_position_and_probability_are_what_they_say(policy):
     assert torch.equal(kept, first if policy == "position" else first.flip(0))
 
 
+@pytest.mark.parametrize(("dtype", "noise"), [(F64, 1e-15), (torch.float32, 2e-7)])
+def test_rounding_does_not_decide_between_tokens_with_equal_weights(dtype, noise):
+    weights = torch.tensor([0.3, 0.7, 0.3, 0.1, 0.7, 0.3], dtype=dtype).repeat(5).unsqueeze(1)
+    experts, capacity = torch.zeros(30, 1, dtype=torch.int64), Capacity(factor=0.5)
+    kept = kept_choices(weights, experts, 1, capacity)
+    for seed in range(20):
+        noisy = weights * (1 + noise * drawn(30, 1, seed=seed).clamp(-1, 1).to(dtype))
+        assert torch.equal(kept_choices(noisy, experts, 1, capacity), kept)
+
+
 @pytest.mark.parametrize("policy", ["probability", "position"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_no_cut_of_the_tokens_changes_what_is_kept(ranks, world, policy):

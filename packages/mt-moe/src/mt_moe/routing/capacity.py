@@ -22,8 +22,9 @@ class Capacity:
 
     Attributes:
         factor: Multiple of a fair share. With `E / k` or more no token is dropped.
-        policy: `probability` keeps the choices with the highest weights; `position` keeps those
-            that come first.
+        policy: `probability` keeps the choices with the highest weights, and of equal ones those
+            that come first; `position` keeps those that come first. Weights that differ by 2^-16 of
+            themselves or less may count as equal.
         pad: Pad the rows of each expert with zeros to its capacity, so that shapes don't depend on
             the choices.
 
@@ -89,7 +90,7 @@ def kept_choices(
         order = index.argsort(stable=True)
         order = (order.unsqueeze(1) * k + torch.arange(k, device=ids.device)).flatten()
     if capacity.policy == "probability":
-        height = all_gather(weights.detach(), group, dim=0).flatten()[order]
+        height = _without_noise(all_gather(weights.detach(), group, dim=0).flatten())[order]
         order = order[height.argsort(descending=True, stable=True)]
     order = order[ids[order].argsort(stable=True)]
     counts = ids.new_zeros(num_experts + 1).scatter_add_(0, ids, torch.ones_like(ids))
@@ -98,3 +99,13 @@ def kept_choices(
     kept = torch.empty_like(ids, dtype=torch.bool)
     kept[order] = (place < limit) & (ids[order] < num_experts)
     return kept.view(ranks, tokens, k)[group_rank(group)]
+
+
+def _without_noise(weights: Tensor) -> Tensor:
+    """Round to 16 bits, and scale by a constant.
+
+    Tokens that are alike, such as the first ones of two texts, have equal weights but for rounding,
+    whose sign depends on the layout; their order must not.
+    """
+    mantissa, exponent = torch.frexp(weights.float() if weights.itemsize < 4 else weights)
+    return torch.ldexp((mantissa * 2**16).round(), exponent)
