@@ -1,6 +1,9 @@
 """States on the host, and their step there: the numbers, the copies, and what they cost."""
 
 import copy
+import errno
+import os
+import shutil
 from itertools import chain, product
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data_parallel import shard
+from mt_files import FileError
 from mt_optim import (
     DistributedOptimizer,
     NamedOptimizer,
@@ -295,6 +299,25 @@ def test_files_have_their_place_on_the_disk_and_no_name(tmp_path):
         assert not any("mt-optim-" in line for line in maps)
     with pytest.raises(OSError, match="No such file or directory"):
         build(make_model(), offload=1.0, offload_dir=tmp_path / "none")
+
+
+def test_a_folder_without_room_is_named_with_the_bytes_it_needs_and_has(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))
+    model = make_model()
+    masters = 4 * sum(param.numel() for param in model.parameters())
+    with pytest.raises(FileError, match=f"{tmp_path}: offload_dir .* {masters} bytes.* 1000 bytes"):
+        build(model, offload=1.0, offload_dir=tmp_path)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(
+        FileError, match=r"offload_dir .* 16 bytes: No space .* 1000 bytes are free"
+    ):
+        HostMemory(tmp_path).copy(torch.zeros(4))
+    assert list(tmp_path.iterdir()) == []
 
 
 STRATEGIES = ("none", "optimizer", "optimizer_gradients", "full")

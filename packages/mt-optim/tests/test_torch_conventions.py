@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from mt_data_parallel import GradBuffer
-from mt_optim import AdamW, default_decay_filter
+from mt_optim import SGD, AdamW, Muon, Orthogonalization, default_decay_filter
 from torch import nn
 
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.3}
@@ -101,6 +101,45 @@ def test_torch_schedulers_drive_it_as_they_drive_torch(scheduler):
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == [group["lr"] for group in reference.param_groups]
     assert rates != [3e-3, 1e-2]
+
+
+def test_a_one_cycle_schedule_drives_muon_with_its_momentum():
+    model = nn.Linear(6, 5, bias=False)
+    ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer = Muon(
+        ours.named_parameters(), orthogonalization=Orthogonalization(scale="shape_scaling")
+    )
+    reference = torch.optim.Muon(theirs.parameters(), nesterov=True)
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR
+    for each, stepper in ((ours, optimizer), (theirs, reference)):
+        scheduler = one_cycle(stepper, max_lr=0.1, total_steps=6)
+        for step in range(5):
+            each(torch.full((2, 6), 1.0 + step)).square().sum().backward()
+            stepper.step()
+            stepper.zero_grad()
+            scheduler.step()
+    assert torch.equal(ours.weight, theirs.weight)
+    both = Muon(make_model().named_parameters())  # with AdamW for biases, whose betas stay
+    scheduler = one_cycle(both, max_lr=0.1, total_steps=6)
+    momenta = []
+    for _ in range(5):
+        momenta.append(both.param_groups[0]["momentum"])
+        both.step()
+        scheduler.step()
+    assert momenta[0] == 0.95 > min(momenta)
+    assert both.param_groups[-1]["betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_sgd_with_nesterov_leaves_gradients_as_they_are(weight_decay):
+    model = make_model()
+    settings = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": weight_decay}
+    optimizer = SGD(model.named_parameters(), **settings)
+    for _ in range(2):
+        model(torch.ones(2, 5)).sum().backward()
+        before = [param.grad.clone() for param in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -105,7 +105,11 @@ class NamedOptimizer(NamedState):
         check_options(defaults)
         for rule in several:
             rule.check(defaults)
+        self._options = defaults  # of all rules
         super().__init__(read_groups(params), defaults)
+        # Schedules of torch cycle `betas` of every group where there is a default, else `momentum`.
+        if not all("betas" in rule.options for rule in several):
+            self.defaults = {key: x for key, x in defaults.items() if key != "betas"}
         if not self._shards:
             raise ValueError(
                 "there is no parameter to train: each has requires_grad=False; set it before"
@@ -121,7 +125,7 @@ class NamedOptimizer(NamedState):
             ValueError: As from the constructor; also if only some groups have names.
             TypeError: As from the constructor.
         """
-        options, shards, is_named = read_group(param_group, len(self._shards), tuple(self.defaults))
+        options, shards, is_named = read_group(param_group, len(self._shards), tuple(self._options))
         forced = options.pop("rule", None)
         if forced is not None and forced not in self._rules:
             raise ValueError(f"rule must be one of {', '.join(self._rules)}; got {forced!r:.60}")
@@ -338,9 +342,9 @@ class NamedOptimizer(NamedState):
         """Make a group of one rule, and the state of its parameters."""
         rule = self._rules[rule_name]
         keys = ("lr", "weight_decay", *rule.options)
-        kept = {key: value for key, value in options.items() if key not in self.defaults}
+        kept = {key: value for key, value in options.items() if key not in self._options}
         group: dict[str, Any] = {"params": [shard.param for shard in shards]}
-        group |= {key: options.get(key, self.defaults[key]) for key in keys} | kept
+        group |= {key: options.get(key, self._options[key]) for key in keys} | kept
         self._check_group(rule, group)
         apply_scales(group, given=options)
         if len(self._rules) > 1:

@@ -65,9 +65,11 @@ class SGDRule(Rule):
 
 
 def _sgd(batch: Batch, buffers: Any, group: Mapping[str, Any]) -> None:
+    # To look ahead, torch adds the momentum to the gradients in place.
+    in_place = group["nesterov"] and not group["weight_decay"]
     sgd(
         batch.masters,
-        batch.grads,
+        [grad.clone() for grad in batch.grads] if in_place else batch.grads,
         buffers,
         foreach=True,
         weight_decay=group["weight_decay"],

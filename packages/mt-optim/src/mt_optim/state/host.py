@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from mt_files import FileError
 from torch import Tensor
 
 _ALIGN = 64  # bytes, at which every tensor of a buffer starts
@@ -65,7 +69,7 @@ class HostMemory:
         """Return a copy on the host, in the same order of memory.
 
         Raises:
-            OSError: The folder does not exist, can't be written or has no room.
+            FileError: The folder does not exist, can't be written or has no room.
         """
         made = torch.empty_like(tensor, device="cpu", requires_grad=False)
         if self._folder is not None and tensor.numel():
@@ -76,15 +80,39 @@ class HostMemory:
             )
         return made.copy_(tensor.detach())
 
+    def require(self, size: int) -> None:
+        """Check that the folder has room for files of `size` bytes together.
+
+        Raises:
+            FileError: The folder does not exist, or has no room.
+        """
+        if self._folder is not None:
+            with self._naming(size):
+                if size > shutil.disk_usage(self._folder).free:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def _mapped(self, size: int) -> Tensor:
         """Map a new file of `size` bytes, which has its place on the disk already."""
-        handle, name = tempfile.mkstemp(prefix="mt-optim-", dir=self._folder)
+        with self._naming(size):
+            handle, name = tempfile.mkstemp(prefix="mt-optim-", dir=self._folder)
+            try:
+                os.posix_fallocate(handle, 0, size)
+                return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
+            finally:
+                os.close(handle)
+                os.unlink(name)
+
+    @contextmanager
+    def _naming(self, size: int) -> Iterator[None]:
+        """Name the folder in an error of the system, with what it needs and has."""
+        folder = self._folder or Path()
         try:
-            os.posix_fallocate(handle, 0, size)
-            return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)
-        finally:
-            os.close(handle)
-            os.unlink(name)
+            yield
+        except OSError as error:
+            problem = f"offload_dir does not take {size} bytes: {error.strerror or error}"
+            with suppress(OSError):
+                problem += f"; {shutil.disk_usage(folder).free} bytes are free"
+            raise FileError(folder, f"{problem}. Name a folder with more room") from error
 
 
 @dataclass(frozen=True, kw_only=True)

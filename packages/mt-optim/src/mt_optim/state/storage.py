@@ -67,12 +67,14 @@ class StateStorage:
 
         The choice depends on their sizes only, so ranks with shards of equal sizes choose alike.
         """
-        numels = [shard.param.numel() for shard in shards]
+        numels, masters = [shard.param.numel() for shard in shards], 0
         self._numel += sum(numels)
         target = self._offload * self._numel - self._offloaded_numel
         for place in choose_offloaded(numels, target) if self._offload else ():
             self._offloaded.add(shards[place].name)
             self._offloaded_numel += numels[place]
+            masters += numels[place] * MASTER_DTYPES[shards[place].param.dtype].itemsize
+        self._host.require(masters)  # moments come beside them, by the rule
 
     @property
     def is_plain(self) -> bool:
