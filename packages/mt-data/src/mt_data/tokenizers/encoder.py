@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 from mt_data.error import DataError, at_least
-from mt_data.tokenizers.fast import Encoded, FastEncoder, encode_flat, fast_obstacle
+from mt_data.tokenizers.fast import Encoded, FastEncoder, encode_flat, fast_encoder
 from mt_data.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -85,12 +85,12 @@ class Encoder:
                 self._sampled += len(text)
 
     def _decide(self) -> None:
-        engine = self.tokenizer.engine
-        self.obstacle = fast_obstacle(engine, self._sample)
+        found = fast_encoder(self.tokenizer.engine, self._sample)
         self._undecided, self._sample = False, []
-        if self.obstacle is None:
-            self._fast = FastEncoder(engine)
-            self.library = "gigatoken"
+        if isinstance(found, str):
+            self.obstacle = found
+        else:
+            self._fast, self.library = found, "gigatoken"
 
     def stream(
         self, batches: Iterable[tuple[_Item, Sequence[str]]]
@@ -124,7 +124,7 @@ class Encoder:
             if threads is None:  # started late, so a small corpus starts no process
                 threads = self._stack.enter_context(ThreadPoolExecutor(self.workers))
                 for _ in range(self.workers):
-                    worker = Worker(self.tokenizer, fast=self._fast is not None)
+                    worker = Worker(self.tokenizer, fast=self._fast)
                     self._stack.callback(worker.close)  # runs before the pool's exit, which waits
                     idle.append(worker)
             waiting.append((item, threads.submit(work, texts)))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mt_files import FileError, read_json, write_file
 from numpy.typing import NDArray
 
 from mt_data.error import DataError, is_library_error, shorten
@@ -18,7 +24,10 @@ from mt_data.tokenizers.tokenizer import Tokenizer, check_text
 Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
 RENEW_BYTES = 1 << 28
 _REASON = 200
-_SAMPLE_TEXT = 64
+_RUN = 64  # characters of a compared text
+# Beyond these, gigatoken does not serve at all.
+_MOST_AVOIDED, _LOWEST_AVOIDED = 20_000, "\u0100"
+_MOST_VERDICT_BYTES = 1 << 24
 _AWKWARD = (
     "I'm we'll they'VE don't it's 'S '",
     "x1y22z333 4444 0x1F 3.14e-10 1_000 ٣٤٥ ² Ⅷ",
@@ -36,13 +45,25 @@ class FastEncoder:
 
     gigatoken's cache of words grows without bound, so the encoder is recreated after `RENEW_BYTES`
     of text.
+
+    Args:
+        engine: The tokenizer.
+        parallel: Whether to use all cores.
+        avoid: Characters whose texts `serves` refuses, in ascending order.
     """
 
-    def __init__(self, engine: Engine, *, parallel: bool = True) -> None:
-        self._parallel = parallel
+    def __init__(self, engine: Engine, *, parallel: bool = True, avoid: str = "") -> None:
+        self._parallel, self.avoid = parallel, avoid
+        self._pattern = re.compile(_class_of(avoid)) if avoid else None
         self._json = _without_special_tokens(engine.to_bytes())
         self._seen = 0
         self._inner = _load(self._json)
+
+    def serves(self, text: str) -> bool:
+        """Return whether a text has none of the characters to avoid."""
+        if self._pattern is None or text.isascii() or max(text) < self.avoid[0]:
+            return True
+        return self._pattern.search(text) is None
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the concatenated ids of all texts, and the count of each text.
@@ -61,8 +82,12 @@ class FastEncoder:
         return awkward.to_numpy(awkward.flatten(rows)).astype(np.int64), counts
 
 
-def fast_obstacle(engine: Engine, sample: Sequence[str] = ()) -> str | None:
-    """Return why gigatoken can't replace a tokenizer; None if it gives the same ids.
+def fast_encoder(engine: Engine, sample: Sequence[str] = ()) -> FastEncoder | str:
+    """Return gigatoken's encoder if it gives the same ids as a tokenizer, or why it doesn't.
+
+    The libraries may know different versions of Unicode, so all code points are compared. Texts
+    with a character that differs are not for the encoder; `serves` says so. The result is kept in
+    `~/.cache/mt/gigatoken`, by the digests of the tokenizer and the versions of both libraries.
 
     Args:
         engine: The tokenizer.
@@ -75,39 +100,79 @@ def fast_obstacle(engine: Engine, sample: Sequence[str] = ()) -> str | None:
     except ImportError:
         return "it is not installed: pip install gigatoken awkward"
     try:
-        encoder = FastEncoder(engine)
-        for texts in (_AWKWARD, list(_every_character()), sample):
-            if difference := _difference(engine, encoder, texts):
-                return difference
+        plain = FastEncoder(engine)
+        avoid = _kept_verdict(engine, lambda: "".join(_other_characters(engine, plain)))
+        encoder = FastEncoder(engine, avoid=avoid)
+        for text, is_same in _compared(engine, plain, [*_AWKWARD, *sample]):
+            if not is_same and encoder.serves(text):
+                return f"it gives other ids for {shorten(repr(text), _REASON)}"
     except BaseException as error:
         if not is_library_error(error):
             raise
         return f"it refuses this tokenizer: {shorten(str(error).splitlines()[0], _REASON)}"
-    return None
+    if len(avoid) > _MOST_AVOIDED or min(avoid, default="\U0010ffff") < _LOWEST_AVOIDED:
+        return f"it gives other ids for {len(avoid)} characters, such as {min(avoid)!r}"
+    return encoder
 
 
-def _difference(engine: JsonEngine, encoder: FastEncoder, texts: Sequence[str]) -> str | None:
+def _compared(
+    engine: JsonEngine, encoder: FastEncoder, texts: Sequence[str]
+) -> Iterator[tuple[str, bool]]:
+    """Yield each text, and whether both libraries give the same ids."""
     ids, counts = encoder.encode_flat(texts)
     ends = np.cumsum(counts)
     for text, expected, end, count in zip(
         texts, engine.encode_batch(texts), ends, counts, strict=True
     ):
-        if ids[end - count : end].tolist() != expected:
-            return f"it gives other ids for {shorten(repr(text), _REASON)}"
-    return None
+        yield text, ids[end - count : end].tolist() == expected
 
 
-def _every_character() -> Iterator[str]:
-    """Yield texts that together contain every Unicode character known to this Python."""
-    import unicodedata
+def _other_characters(engine: JsonEngine, encoder: FastEncoder) -> Iterator[str]:
+    """Yield the characters for which the libraries give other ids.
 
-    characters = [
-        chr(point)
-        for point in range(0x110000)
-        if unicodedata.category(chr(point)) not in ("Cn", "Co", "Cs")
-    ]
-    for start in range(0, len(characters), _SAMPLE_TEXT):
-        yield "".join(characters[start : start + _SAMPLE_TEXT])
+    A character's class shows before `'s`, which is a piece of its own behind a letter or a digit.
+    From plane 4 on, where none is assigned but for tags, characters stand together.
+    """
+    points = [chr(point) for point in range(0x110000) if not 0xD800 <= point < 0xE000]
+    runs = ["".join(points[i : i + _RUN]) for i in range(0, len(points), _RUN)]
+    alone = [c for c in points if ord(c) < 0x40000 or 0xE0000 <= ord(c) < 0xE1000]
+    apart = ["".join(f"{c}'s " for c in alone[i : i + _RUN]) for i in range(0, len(alone), _RUN)]
+    texts = [*(f"{run}'s" for run in runs), *apart]
+    found = [text for text, is_same in _compared(engine, encoder, texts) if not is_same]
+    suspects = sorted({c for text in found for c in text if not c.isascii()})
+    contexts = {f"{c}'s a{c}{c} {c}1 '{c}s  {c}\n": c for c in suspects}
+    others = {contexts[t] for t, same in _compared(engine, encoder, list(contexts)) if not same}
+    lost = [text for text in found if others.isdisjoint(text)]
+    yield from sorted(others.union(*lost))
+
+
+def _kept_verdict(engine: Engine, find: Callable[[], str]) -> str:
+    """Return what `find` returns, or what it returned before for the same digests."""
+    digest = hashlib.sha256(engine.to_bytes())
+    digest.update(" ".join(map(version, ("gigatoken", "tokenizers"))).encode())
+    file = Path(f"~/.cache/mt/gigatoken/{digest.hexdigest()}.json").expanduser()
+    try:
+        kept = read_json(file, limit=_MOST_VERDICT_BYTES)
+    except FileError:
+        kept = None
+    if isinstance(kept, str):
+        return kept
+    found = find()
+    with suppress(OSError):  # a home that can't be written: it is found again next time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps(found))
+    return found
+
+
+def _class_of(characters: str) -> str:
+    """Return a regular expression of one of the characters."""
+    ranges: list[list[int]] = []
+    for point in sorted(map(ord, characters)):
+        if ranges and ranges[-1][1] == point - 1:
+            ranges[-1][1] = point
+        else:
+            ranges.append([point, point])
+    return "[" + "".join(f"{re.escape(chr(a))}-{re.escape(chr(b))}" for a, b in ranges) + "]"
 
 
 def _without_special_tokens(content: bytes) -> str:
@@ -129,7 +194,7 @@ def _load(content: str) -> Any:
 
 def encode_flat(tokenizer: Tokenizer, fast: FastEncoder | None, texts: Sequence[str]) -> Encoded:
     """Return the concatenated ids of texts and their counts, using gigatoken if it is given."""
-    if fast is not None and all(len(text) <= LONGEST for text in texts):
+    if fast is not None and all(len(text) <= LONGEST and fast.serves(text) for text in texts):
         try:
             ids, counts = fast.encode_flat(texts)
         except (UnicodeEncodeError, TypeError):

@@ -6,6 +6,7 @@ A message is one byte (its kind), the sizes of its parts, and the parts.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import struct
@@ -29,7 +30,7 @@ _STOPPED = 5.0
 class Worker:
     """One worker process. It ends with its input, so also when this process is killed."""
 
-    def __init__(self, tokenizer: Tokenizer, *, fast: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, fast: FastEncoder | None) -> None:
         # -P: do not import from the working directory.
         command = [sys.executable, "-P", "-m", "mt_data.tokenizers.workers"]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
@@ -37,8 +38,8 @@ class Worker:
         )
         self._input = cast("BinaryIO", self._process.stdin)
         self._output = cast("BinaryIO", self._process.stdout)
-        options = f"{int(fast)}{tokenizer.eod_token}".encode()
-        _send(self._input, _START, options, tokenizer.to_bytes())
+        options = [tokenizer.eod_token, None if fast is None else fast.avoid]
+        _send(self._input, _START, json.dumps(options).encode(), tokenizer.to_bytes())
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         """Return the concatenated ids of texts, and the count of each text.
@@ -93,8 +94,10 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     source, sink = cast("BinaryIO", sys.stdin.buffer), cast("BinaryIO", sys.stdout.buffer)
     _, options, content = _receive(source)
-    tokenizer = from_bytes(content, options[1:].decode())
-    fast = FastEncoder(tokenizer.engine, parallel=False) if options[:1] == b"1" else None
+    eod, avoid = json.loads(options)
+    tokenizer, fast = from_bytes(content, eod), None
+    if avoid is not None:
+        fast = FastEncoder(tokenizer.engine, parallel=False, avoid=avoid)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             _, sizes, blob = _receive(source)
