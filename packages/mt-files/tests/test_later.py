@@ -4,7 +4,18 @@ import gc
 import sys
 
 import pytest
-from mt_files import quick_imports
+from mt_files import import_failure, quick_imports
+
+
+def test_a_library_that_refuses_to_be_imported_is_told_from_other_errors(tmp_path, monkeypatch):
+    (tmp_path / "picky_shop.py").write_text("raise ValueError('bad setting: x\\nmore\\nlines')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="bad setting") as refused:
+        import picky_shop  # noqa: F401 # pyright: ignore[reportMissingImports]
+    line = "picky_shop can't be imported: bad setting: x"
+    assert import_failure(refused.value, "picky_shop") == line
+    assert import_failure(refused.value, "another") is None
+    assert import_failure(ValueError("of our own"), "picky_shop") is None
 
 
 def test_a_name_imports_its_module_at_its_first_use_and_others_are_refused(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from mt_files.field import (
     hints_of,
     shorten,
 )
-from mt_files.later import quick_imports, resolve_later
+from mt_files.later import import_failure, quick_imports, resolve_later
 from mt_files.lock import FolderLock
 from mt_files.reading import open_file, parse_json, read_bytes, read_json, read_text
 from mt_files.schema import (
@@ -56,6 +56,7 @@ __all__ = [
     "divisors",
     "experimental",
     "hints_of",
+    "import_failure",
     "multiples_near",
     "open_file",
     "parse_json",

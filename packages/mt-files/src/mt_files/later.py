@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
+
+_LONGEST = 200
 
 
 def resolve_later(package: str) -> Callable[[str], Any]:
@@ -62,3 +65,19 @@ def quick_imports() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def import_failure(error: BaseException, library: str) -> str | None:
+    """Return in one line why a library refused to be imported; None if the error is another one.
+
+    Settings in the environment, such as TORCH_LOGS, may be what it refuses. A message that takes
+    the library to find must not be tried then.
+    """
+    if library in sys.modules:
+        return None
+    frames = (frame for frame, _ in walk_tb(error.__traceback__))
+    names = [str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames]
+    if library not in names:
+        return None
+    first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"{library} can't be imported: {first.strip()[:_LONGEST]}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
-from mt_files import did_you_mean, quick_imports, shorten
+from mt_files import did_you_mean, import_failure, quick_imports, shorten
 
 from mt_infer.console import bounded, check_printable, keep_quiet, open_streams, print_text, say
 from mt_infer.quantize import Quantize, run_quantize
@@ -98,6 +98,9 @@ def _main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if (refused := import_failure(error, "torch")) is not None:
+            say(refused)
+            return 1
         from mt_infer.errors import explain
 
         explained = explain(error)

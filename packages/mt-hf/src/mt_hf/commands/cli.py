@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from mt_files import UserError, did_you_mean, shorten
+from mt_files import UserError, did_you_mean, import_failure, shorten
 
 from mt_hf.family.error import NotFiniteError
 
@@ -197,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(_INTERRUPTED) from None
     except (UserError, OSError, ValueError, MemoryError) as error:
         text = "there is not enough memory" if isinstance(error, MemoryError) else str(error)
+        text = import_failure(error, "torch") or text
         _say(f"mt-hf: {text}", stream=sys.stderr)
         raise SystemExit(
             _NOT_FINITE if isinstance(error, NotFiniteError) else _USAGE_ERROR
