@@ -55,6 +55,7 @@ from mt_parallel_state.state import ParallelState
 
 if TYPE_CHECKING:
     from mt_parallel_state.environment import DistributedEnv, detect_env
+    from mt_parallel_state.hang import report_hangs
     from mt_parallel_state.job import (
         PeerLostError,
         init_process_group,
@@ -111,6 +112,7 @@ __all__ = [
     "random_uniform",
     "reduce_from_group",
     "reduce_scatter",
+    "report_hangs",
     "scatter_to_group",
     "shard_param",
     "shard_size",

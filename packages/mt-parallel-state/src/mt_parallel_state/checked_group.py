@@ -181,7 +181,7 @@ class CheckedGroup(dist.ProcessGroup):
             "what": {"of": " -> ".join(kinds) or None, **what},
             "number": number,
             "group": f"{self._name} (ranks {', '.join(map(str, self.ranks))})",
-            "at": _call_site(sys._getframe(2)),
+            "at": call_site(sys._getframe(2)),
         }
 
 
@@ -257,7 +257,7 @@ class _OneByOne:
         return getattr(self._backend, name)
 
 
-def _call_site(frame: FrameType | None) -> str:
+def call_site(frame: FrameType | None) -> str:
     """Return the nearest callers outside torch and this module, innermost first."""
     found: list[str] = []
     while frame is not None and len(found) < _CALLERS:
