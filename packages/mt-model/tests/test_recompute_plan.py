@@ -169,6 +169,18 @@ def test_plans_that_a_model_can_not_follow():
         GPT(config, recompute=wrong)
 
 
+def test_a_rule_may_name_modules_that_only_another_stage_has():
+    routed = {name for name, _ in GPT(config_of(), layers=range(3, 4)).layers["3"].named_modules()}
+    dense = {name for name, _ in GPT(config_of(), layers=range(1)).layers["0"].named_modules()}
+    alone = min(routed - dense)
+    plan = RecomputePlan(rules=(RecomputeRule(every=2), RecomputeRule(modules=(alone,))))
+    losses, grads, kept = run(plan)
+    in_stages = run(plan, layers=[range(2), range(2, 4)])
+    assert (losses, kept) == (in_stages[0], in_stages[2])
+    layers = {name: grad for name, grad in in_stages[1].items() if name.startswith("layers.")}
+    assert all(torch.equal(grad, grads[name]) for name, grad in layers.items())
+
+
 def expected_and_kept(name, state=None, **options):
     """What one rank's stages were expected to keep of three rows, and what they kept."""
     batch = {key: torch.cat([x, x[:1]]) for key, x in BATCH.items()}

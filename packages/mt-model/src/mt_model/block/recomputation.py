@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -111,21 +111,12 @@ def is_recomputed(module: nn.Module) -> bool:
     return isinstance(module.forward, _MadeAgain)
 
 
-def recompute_modules(layer: nn.Module, patterns: Iterable[str]) -> set[str]:
-    """Make the modules of a layer that a pattern names keep only their inputs.
-
-    Returns:
-        The patterns that name a module.
-    """
+def recompute_modules(layer: nn.Module, patterns: Collection[str]) -> None:
+    """Make the modules of a layer that a pattern names keep only their inputs."""
     outer: list[str] = []
-    used: set[str] = set()
-    patterns = set(patterns)
     for name, module in layer.named_modules():
-        found = {pattern for pattern in patterns if fnmatchcase(name, pattern)}
-        if not name or not found:
+        if not name or not any(fnmatchcase(name, pattern) for pattern in patterns):
             continue
-        used |= found
         if not any(name.startswith(f"{other}.") for other in outer):  # runs again with the other
             outer.append(name)
             module.forward = _MadeAgain(module)
-    return used

@@ -114,6 +114,7 @@ class MoEConfig(FeedForwardConfig):
         checks.at_most(MAX_WIDTH, "ffn_size", "shared_size", "latent_size")
         checks.at_most(1, "bias_rate")
         checks.above(0, "clamp", "scale", "capacity_factor")
+        checks.at_most(MAX_EXPERTS, "capacity_factor")  # beyond, nothing is ever dropped
         checks.fraction("jitter")
         checks.done()
         for check in (self._check_choice, self._check_form):

@@ -105,9 +105,7 @@ class TransformerLayer(nn.Module):
         # Made here, as an index that is read in a compiled graph makes it one layer's own.
         entries = (config.mixer, config.feed_forward)
         self._whose = [f"the {type(entry).__name__} of layer {layer}" for entry in entries]
-        self.patterns = recompute_modules(self, self.recomputed.difference(WORDS))
-        if hasattr(self.mixer, "again"):
-            self.patterns.add("attention")
+        recompute_modules(self, self.recomputed.difference(WORDS))
 
     def forward(
         self, x: Stream, shared: ForwardContext, *, opens: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +41,7 @@ from mt_model.kernels.config import Kernels
 from mt_model.kernels.dtype import DTYPES
 from mt_model.kernels.gemm import default_gemm
 from mt_model.kernels.words import KernelSet, Recompute
-from mt_model.recompute.plan import WORDS, RecomputePlan
+from mt_model.recompute.plan import WORDS, RecomputePlan, RecomputeRule
 from mt_model.recompute.saved_activations import KeptBytes, SavedActivations
 from mt_model.rope.config import Rotary
 from mt_model.rope.rotary import AngleStore, RotaryTable, rotary_table
@@ -483,18 +484,23 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return replace(self.shard, recomputed=again, offloads=offloads)
 
     def _check_patterns(self) -> None:
-        """Check that each rule names modules of a layer that it applies to."""
+        """Check that each rule names modules of a layer that it applies to, on any stage."""
         for rule in self.plan.rules:
-            layers = [layer for layer in self.built_layers() if rule.has(layer.index)]
-            layers = [layer for layer in layers if "layer" not in layer.recomputed]
-            always = set(WORDS)  # a stage may be without any attention
-            for pattern in set(rule.modules) - always if layers else ():
-                if not any(pattern in layer.patterns for layer in layers):
-                    known = sorted({n for layer in layers for n, _ in layer.named_modules() if n})
+            patterns = sorted(set(rule.modules).difference(WORDS))
+            names = self._module_names(rule) if patterns else []
+            for pattern in patterns:
+                if names and not fnmatch.filter(names, pattern):
                     raise ValueError(
                         f"recompute names the module {pattern!r}, which none of its layers has. "
-                        f"{did_you_mean(pattern, (*WORDS, *known))}"
+                        f"{did_you_mean(pattern, (*WORDS, *names))}"
                     )
+
+    def _module_names(self, rule: RecomputeRule) -> list[str]:
+        """Return the names of the modules in all layers of the model that a rule applies to."""
+        config, shard = self.config, replace(self.shard, device=torch.device("meta"))
+        kinds = {layer: index for index, layer in enumerate(config.all_layers) if rule.has(index)}
+        layers = [TransformerLayer(x, config, layer=i, shard=shard) for x, i in kinds.items()]
+        return sorted({name for layer in layers for name, _ in layer.named_modules() if name})
 
     def _mark_shared(self, weight: nn.Parameter) -> None:
         """Mark a parameter that every stage holds: the first owns it, all give it gradients."""
