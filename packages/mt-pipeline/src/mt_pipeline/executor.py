@@ -21,6 +21,7 @@ from mt_schedule import (
     steps,
 )
 from torch import Tensor
+from torch.profiler import record_function
 
 from mt_pipeline.batch import cut_batch
 from mt_pipeline.failure import share, share_failure, share_start
@@ -340,7 +341,8 @@ class Executor(Generic[M]):
         todo = deque(steps(schedule.ranks[self.rank]))
         while todo:
             step = todo.popleft()
-            run.mail.exchange(step.exchange)
+            with record_function("messages"):
+                run.mail.exchange(step.exchange)
             if step.compute is None:
                 continue
             # The two actions of an overlapped pair are computed together, unless a message has to

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mt_schedule import Action, Op, Schedule, Span
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.profiler import record_function
 
 from mt_pipeline.backward import Pending, backward, backward_input
 from mt_pipeline.stage import (
@@ -137,12 +138,14 @@ class Run(Generic[M]):
         self._weights: dict[tuple[int, int], list[Pending]] = {}
 
     def compute(self, actions: Sequence[Action]) -> None:
-        """Compute one action, or two actions whose parts alternate."""
-        turns = deque(self._do(action) for action in actions)
+        """Compute one action, or two actions whose parts alternate; a profiler sees which."""
+        turns = deque((action, self._do(action)) for action in actions)
         while turns:
-            work = turns.popleft()
-            if next(work, self) is not self:
-                turns.append(work)
+            action, work = turns.popleft()
+            with record_function("forward" if action.op is Op.F else "backward"):
+                is_done = next(work, self) is self
+            if not is_done:
+                turns.append((action, work))
 
     def _do(self, action: Action) -> Work:
         if self.failure is None:
