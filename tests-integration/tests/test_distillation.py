@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from mt_data import load_tokenizer, read_documents, standard_library_sources, train_tokenizer
 from mt_hf import export_checkpoint
 from mt_parallel_state import ParallelLayout
 from mt_train import ConfigError, load_config
@@ -145,7 +149,36 @@ def test_a_teacher_that_does_not_fit_is_refused_before_anything_is_written(
     assert not out.exists()
 
 
+@pytest.mark.parametrize("kind", ["run", "folder", "folder without a tokenizer"])
+def test_a_teacher_of_another_tokenizer_is_refused_and_one_without_is_said(
+    kind, tiny, teacher, tmp_path
+) -> None:
+    folder = teacher
+    if kind != "run":
+        folder = tmp_path / "folder"
+        export_checkpoint(teacher, folder)
+    other = train_tokenizer(
+        (document.text for document in read_documents(standard_library_sources()[30:40])), 384
+    )
+    other.save(tmp_path / "other.json")
+    given = [f"distillation.teacher={folder}", f"data.tokenizer={tmp_path / 'other.json'}"]
+    own = tiny.config.parent / "data" / "tokenizer.json"
+    if kind == "folder":
+        shutil.copy(own, folder)
+    if kind == "folder without a tokenizer":
+        check(load_config(tiny.config, given), ParallelLayout())
+        assert "no tokenizer" in "".join(
+            Distillation.lines(SimpleNamespace(_section=SimpleNamespace(teacher=str(folder))))
+        )
+        return
+    with pytest.raises(ConfigError, match=r"distillation\.teacher: ") as caught:
+        check(load_config(tiny.config, given), ParallelLayout())
+    digests = [other.sha256, load_tokenizer(own).sha256]
+    assert all(digest in str(caught.value) for digest in digests)
+
+
 def check(loaded, layout):
     model = loaded.model(384)
-    Distillation.check(loaded, model)
+    tokenizer = load_tokenizer(loaded.config.data.tokenizer)
+    Distillation.check(loaded, model, tokenizer)
     Distillation.check_layout(loaded, model, layout)

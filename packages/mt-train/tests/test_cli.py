@@ -88,7 +88,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["rnu", "x.yaml"], "command line: 'rnu' is no command. Did you mean run?"),
         (["my.yaml"], "'my.yaml' is no command. Did you mean run my.yaml?"),
-        (["zzz"], "'zzz' is no command. Known: quickstart, run, config, memory, keys"),
+        (["zzz"], "'zzz' is no command. Known: quickstart, run, config, memory, profile, keys"),
         (["x" * 10_000], "is no command"),
         (["run", str(TINY), "--out", ""], "command line: --out: '' is no folder; name one"),
         (["quickstart", "--out", " "], "command line: --out: ' ' is no folder; name one"),
@@ -154,6 +154,15 @@ def run_python(code: str, **options: object) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, **options
     )  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("command", ["memory", "run"])
+def test_an_environment_that_torch_refuses_is_one_line(command: str) -> None:
+    code = f"from mt_train.cli import main; main([{command!r}, {str(TINY)!r}])"
+    done = run_python(code, env={**os.environ, "TORCH_LOGS": "bogus"})
+    assert done.returncode == 1
+    assert "Invalid log settings: bogus" in done.stderr
+    assert done.stderr.count("\n") <= 3
 
 
 HELP = (["--help"], ["run", "--help"], ["config", str(TINY)], ["keys"])

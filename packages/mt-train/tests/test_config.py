@@ -147,6 +147,14 @@ BROKEN = {
         MINIMAL + "optimizer:\n  offload: 0.5\n  offload_dir: nowhere\n",
         "run.yaml:14: optimizer.offload_dir: ",
     ),
+    "a folder for states that is none": (
+        MINIMAL + "optimizer:\n  offload: 0.5\n  offload_dir: /dev/null\n",
+        "run.yaml:14: optimizer.offload_dir: '/dev/null' is no folder",
+    ),
+    "rules of quantization that are not there": (
+        MINIMAL + "quantization:\n  config: nowhere.yaml\n",
+        "run.yaml:13: quantization.config: ",
+    ),
     "a look ahead without momentum": (
         MINIMAL + "optimizer:\n  name: sgd\n  momentum: 0\n  nesterov: true\n",
         "run.yaml:15: optimizer.nesterov: true needs an optimizer.momentum above 0",

@@ -93,12 +93,28 @@ def test_groups_that_ranks_cut_are_refused(rule, layer, tiny, tmp_path) -> None:
     given = [*SIZES, "parallel.tp=2", f"quantization.config={path}"]
     loaded = load_config(tiny.config, given)
     if layer is None:
-        FakeQuantization.check(loaded, loaded.model(300))
+        FakeQuantization.check(loaded, loaded.model(300), None)
         return
     with pytest.raises(ConfigError) as caught:
-        FakeQuantization.check(loaded, loaded.model(300))
+        FakeQuantization.check(loaded, loaded.model(300), None)
     assert layer in str(caught.value)
     assert "use a divisor of 32, or fewer ranks" in str(caught.value)
+
+
+def test_rules_are_found_beside_the_yaml_file_from_any_folder(tiny, tmp_path, monkeypatch) -> None:
+    (tmp_path / "rules.yaml").write_text("rules: [{weight: int8}]")
+    (tmp_path / "run.yaml").write_text(
+        tiny.config.read_text() + "quantization: {config: rules.yaml}\n"
+    )
+    monkeypatch.chdir("/")
+    loaded = load_config(tmp_path / "run.yaml")
+    FakeQuantization.check(loaded, loaded.model(300), None)
+    assert loaded.config.quantization.config == str(tmp_path / "rules.yaml")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    loaded = load_config(tmp_path / "run.yaml", ["quantization.config=folder"])
+    with pytest.raises(ConfigError, match=r"quantization\.config: .*folder"):
+        FakeQuantization.check(loaded, loaded.model(300), None)
 
 
 def test_an_unknown_recipe_is_refused(tiny, tmp_path) -> None:

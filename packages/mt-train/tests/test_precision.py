@@ -112,7 +112,7 @@ def test_parts_of_ranks_that_are_no_whole_blocks_are_refused(given, words, tiny)
     sizes = [*SIZES, "parallel.tp=2", "training.sequence_length=256"]
     loaded = load_config(tiny.config, [*sizes, *given])
     with pytest.raises(ConfigError, match=words):
-        LowPrecision.check(loaded, loaded.model(300))
+        LowPrecision.check(loaded, loaded.model(300), None)
 
 
 def test_one_rank_may_have_any_sizes(tiny, tmp_path) -> None:

@@ -607,6 +607,9 @@ def test_the_largest_value_of_a_gradient_reaches_the_step(tiny, tmp_path, weight
 
 
 def test_a_plan_of_recomputation_says_what_layers_keep(tiny, tmp_path, rows, losses, capsys):
+    wrong = "training.recompute={rules: [{modules: [mixr]}]}"
+    with pytest.raises(ConfigError, match=r"training\.recompute.*mixr.*Did you mean mixer"):
+        tiny.run(tmp_path / "wrong", wrong)
     plan = "training.recompute={rules: [{first: 1}], offload: {every: 3, min_bytes: 0}}"
     tiny.run(tmp_path / "planned", "training.steps=2", plan)
     assert "of activations and " in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The `mt-train` command: quickstart, run, config, memory, keys."""
+"""The `mt-train` command: quickstart, run, config, memory, profile, keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from mt_files import UserError, did_you_mean, quick_imports, shorten
+from mt_files import UserError, did_you_mean, import_failure, quick_imports, shorten
 
 from mt_train.config.document import COMMAND_LINE
 from mt_train.problem import ConfigError
@@ -66,6 +66,14 @@ class Memory(_OfFile):
 
 
 @dataclass(kw_only=True)
+class Profile:
+    """Print where the steps of a trace of training.profile go, by section and by operator."""
+
+    trace: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    """The trace, such as runs/my/profile/rank_0_steps_10_to_12.json."""
+
+
+@dataclass(kw_only=True)
 class Keys:
     """Explain every key of the YAML: type, default and meaning."""
 
@@ -89,8 +97,15 @@ class Quickstart:
     """Local processes to start (data parallel)."""
 
 
-_COMMANDS = {"quickstart": Quickstart, "run": Run, "config": Config, "memory": Memory, "keys": Keys}
-_Command = Run | Config | Memory | Keys | Quickstart
+_COMMANDS = {
+    "quickstart": Quickstart,
+    "run": Run,
+    "config": Config,
+    "memory": Memory,
+    "profile": Profile,
+    "keys": Keys,
+}
+_Command = Run | Config | Memory | Profile | Keys | Quickstart
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -112,16 +127,23 @@ def _main(arguments: list[str]) -> int:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
         return 1
     except Exception as error:
-        from mt_parallel_state import is_out_of_memory
-
-        hint = ""
-        if not isinstance(error, UserError | ImportError | OSError):
-            if not is_out_of_memory(error):
-                raise
-            hint = "The device is out of memory: lower training.micro_batch_size, or raise "
-            hint += "parallel.tp or parallel.pp\n"
-        sys.stderr.write(f"mt-train: {error}\n{hint}")
+        text = _explained(error)
+        if text is None:
+            raise
+        sys.stderr.write(f"mt-train: {text}\n")
         return 1
+
+
+def _explained(error: Exception) -> str | None:
+    """Return the message of an error that a user can solve, or None for a bug."""
+    if (refused := import_failure(error, "torch")) is not None:
+        return refused
+    if isinstance(error, UserError | ImportError | OSError):
+        return str(error)
+    from mt_parallel_state import is_out_of_memory
+
+    hint = "The device is out of memory: lower training.micro_batch_size, or raise parallel.tp or "
+    return f"{error}\n{hint}parallel.pp" if is_out_of_memory(error) else None
 
 
 def _answer(command: _Command, arguments: list[str]) -> int:
@@ -129,7 +151,7 @@ def _answer(command: _Command, arguments: list[str]) -> int:
         return _run(command, arguments)
     if isinstance(command, Quickstart):
         return _quickstart(command, arguments)
-    texts = {Config: _config, Memory: _memory, Keys: _keys}
+    texts = {Config: _config, Memory: _memory, Profile: _profile, Keys: _keys}
     sys.stdout.write(texts[type(command)](command))  # pyright: ignore[reportArgumentType]
     sys.stdout.flush()
     return 0
@@ -193,6 +215,12 @@ def _memory(command: Memory) -> str:
 
     loaded = load_config(command.config, command.overrides)
     return table(loaded, count(loaded))
+
+
+def _profile(command: Profile) -> str:
+    from mt_train.reporting.trace import profile_tables
+
+    return profile_tables(command.trace)
 
 
 def _keys(command: Keys) -> str:

@@ -330,8 +330,9 @@ class _Paths:
             return folder
 
     def check_offload(self, optimizer: OptimizerSection) -> None:
-        """Report an `offload_dir` whose path is a file."""
-        if optimizer.offload_dir is not None and Path(optimizer.offload_dir).is_file():
+        """Report an `offload_dir` whose path is no folder."""
+        folder = Path(optimizer.offload_dir or ".")
+        if folder.exists() and not folder.is_dir():
             text = f"{shorten(optimizer.offload_dir, 200)} is no folder; write one"
             self._add("optimizer.offload_dir", text)
 

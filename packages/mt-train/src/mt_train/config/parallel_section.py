@@ -38,6 +38,8 @@ class ParallelSection:
         bucket_size: Elements of a gradient bucket; each is reduced as soon as it is full.
         check_timeout: Seconds. Compares every collective between its ranks before it starts, which
             names the call and the rank behind a wrong number or a hang; slow.
+        hang_report: Seconds without progress after which a rank that waits in a collective reports
+            it: which ranks wait where, and where the others are. Null for no report.
     """
 
     tp: int = 1
@@ -52,6 +54,7 @@ class ParallelSection:
     sequence_parallel: bool = False
     bucket_size: int = 25 * 2**20 // 4
     check_timeout: float | None = None
+    hang_report: float | None = 60.0
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -59,8 +62,8 @@ class ParallelSection:
         checks.at_least(1, *axes, "bucket_size")
         checks.at_most(MAX_RANKS, *axes)
         checks.at_most(1 << 40, "bucket_size")
-        checks.above(0, "check_timeout")
-        checks.at_most(10**6, "check_timeout")
+        checks.above(0, "check_timeout", "hang_report")
+        checks.at_most(10**6, "check_timeout", "hang_report")
         hierarchical = not checks.errors and "hierarchical" in self.cp_algorithms(1)
         if hierarchical and (not self.cp_inner or self.cp % self.cp_inner):
             text = f"{self.cp_inner} does not divide parallel.cp {self.cp}, which the hierarchical "

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from mt_files import Checks
 
+from mt_train.config.limits import path_field
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationSection:
@@ -21,7 +23,7 @@ class QuantizationSection:
 
     recipe: str | None = None
     group_size: int | None = None
-    config: str | None = None
+    config: str | None = path_field("")
 
     @property
     def given(self) -> str | None:

@@ -21,6 +21,7 @@ from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
 from mt_train.config.parallel_section import DataParallelSection, ParallelSection, PipelineSection
 from mt_train.config.precision_section import PrecisionSection
+from mt_train.config.profile_section import Profile
 from mt_train.config.quantization_section import QuantizationSection
 
 _MAX_BATCH = 10**7
@@ -60,6 +61,9 @@ class TrainingSection:
             of norms and activations) or `full` (whole layers); or a plan for each layer, mt-model's
             `RecomputePlan`: `{rules: [{first: 4}, {every: 2, modules: [attention]}], offload: {}}`.
             The numbers stay the same. `compile` takes whole layers only.
+        profile: Trace of a few steps, such as `{steps: [10, 12], ranks: [0]}`: each of these ranks
+            writes `profile/rank_0_steps_10_to_12.json` into the run folder, for chrome://tracing,
+            Perfetto or `mt-train profile`; with a GPU also the history of its memory.
     """
 
     steps: int
@@ -74,6 +78,7 @@ class TrainingSection:
     compile: bool = False
     cuda_graphs: Literal["none", "layer", "step"] = "none"
     recompute: Recompute | RecomputePlan = "none"
+    profile: Profile | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -88,6 +93,9 @@ class TrainingSection:
         checks.at_most(MAX_LENGTH, "sequence_length")
         checks.above(0, "grad_clip", "time_budget")
         checks.at_least(0, "seed")
+        if not checks.errors and self.profile is not None and self.profile.steps[1] > self.steps:
+            text = f"{list(self.profile.steps)} ends after training.steps {self.steps}"
+            checks.add("profile", f"steps: {text}; name steps of the run")
         if not checks.errors and self.micro_batch_size * self.sequence_length > _MAX_TOKENS:
             text = f"{self.micro_batch_size} sequences of {self.sequence_length} tokens are more "
             text += f"than {_MAX_TOKENS} tokens; use {_MAX_TOKENS // self.sequence_length} or less"

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from mt_model import KeptBytes, RecomputePlan, expected_bytes
+from mt_model import KeptBytes, ModelConfig, RecomputePlan, expected_bytes
 from mt_optim import DistributedOptimizer
-from mt_parallel_state import ParallelState
+from mt_parallel_state import ParallelLayout, ParallelState
 
 from mt_train.config.run_config import RunConfig
 from mt_train.parts.part import Setup, TrainerPart
 from mt_train.reporting.metrics import Record
+
+if TYPE_CHECKING:
+    from mt_data import Tokenizer
+
+    from mt_train.config.loading import LoadedConfig
 
 
 class ActivationWatch(TrainerPart):
@@ -33,6 +39,19 @@ class ActivationWatch(TrainerPart):
     def is_wanted(config: RunConfig) -> bool:
         """Return whether the run has a plan."""
         return not RecomputePlan.of(config.training.recompute).is_empty
+
+    @staticmethod
+    def check(loaded: LoadedConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        """Check that the model has the modules that the plan names."""
+        del tokenizer
+        plan = loaded.config.training.recompute
+        if isinstance(plan, str):
+            return
+        alone = ParallelState(ParallelLayout())
+        try:
+            model.build(alone, device="meta", seed=None, recompute=plan)
+        except ValueError as error:
+            raise loaded.error("training.recompute", str(error)) from error
 
     def optimizer_ready(self, optimizer: DistributedOptimizer) -> None:
         """Measure the expectation on one row, where that shows it."""

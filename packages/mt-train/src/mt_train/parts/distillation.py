@@ -17,6 +17,7 @@ from mt_ckpt import (
     open_arrays,
     param_shards,
 )
+from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import FileError, shorten
 from mt_hf import ExchangeError, Pretrained, open_pretrained, read_description
 from mt_model import (
@@ -72,7 +73,7 @@ class Distillation(TrainerPart):
         return config.distillation.teacher is not None
 
     @staticmethod
-    def check(loaded: LoadedConfig, model: ModelConfig) -> None:
+    def check(loaded: LoadedConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
         """Check that the teacher knows the student's tokens and sequences.
 
         Raises:
@@ -83,14 +84,20 @@ class Distillation(TrainerPart):
         if model.encoder_layers:
             raise loaded.error(field, "is for decoders, and the model has an encoder; leave it out")
         try:
-            teacher = read_teacher(folder)
-        except (CheckpointError, ExchangeError, FileError) as error:
+            teacher, theirs = read_teacher(folder), _tokenizer_digest(folder)
+        except (CheckpointError, DataError, ExchangeError, FileError) as error:
             raise loaded.error(field, str(error)) from error
         if teacher.vocab_size != model.vocab_size:
             text = (
                 f"{shown} has {teacher.vocab_size} tokens, and the model {model.vocab_size}; use a "
             )
             text += f"teacher with the same tokenizer, and model.vocab_size={teacher.vocab_size}"
+            raise loaded.error(field, text)
+        if tokenizer is not None and theirs not in (None, tokenizer.sha256):
+            text = (
+                f"{shown} has another tokenizer, whose ids mean other text: sha256 {theirs}, and "
+            )
+            text += f"the run's is {tokenizer.sha256}; use the tokenizer of the teacher"
             raise loaded.error(field, text)
         length = loaded.config.training.sequence_length
         if length > teacher.max_sequence_length:
@@ -139,7 +146,10 @@ class Distillation(TrainerPart):
 
     def lines(self) -> Iterator[str]:
         """Yield the name of the teacher."""
-        yield f"distillation from {self._section.teacher}"
+        folder = self._section.teacher or ""
+        yield f"distillation from {folder}"
+        if _tokenizer_digest(folder) is None:
+            yield "distillation: the teacher has no tokenizer to compare with the run's"
 
 
 class TaughtStage:
@@ -200,6 +210,16 @@ def read_teacher(folder: str | Path) -> ModelConfig:
     if not isinstance(config, ModelConfig) or config.encoder_layers or config.images:
         raise ExchangeError(f"{folder} is no model of text alone; name one that predicts tokens")
     return config
+
+
+def _tokenizer_digest(folder: str) -> str | None:
+    """Return the digest of a teacher's tokenizer; None where it has none."""
+    path = _checkpoint(Path(folder))
+    if path is not None:
+        saved = inspect_checkpoint(path).metadata_as(SavedModel).tokenizer
+        return None if saved is None else saved.sha256
+    file = read_description(folder).tokenizer
+    return None if file is None else load_tokenizer(file).sha256
 
 
 def _fill(stages: Sequence[GPT], folder: Path, state: ParallelState, vocab_multiple: int) -> None:

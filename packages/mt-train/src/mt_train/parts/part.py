@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +20,8 @@ from mt_train.parts.update import Update
 from mt_train.reporting.metrics import Record
 
 if TYPE_CHECKING:
+    from mt_data import Tokenizer
+
     from mt_train.config.loading import LoadedConfig
     from mt_train.config.run_config import RunConfig
 
@@ -37,6 +40,7 @@ class Setup:
         stages: Model stages of this rank; their parameters are on the meta device at first.
         stage_options: Arguments of `ModelConfig.build` that all stages have.
         microbatches: Micro-batches of one step on this rank.
+        folder: Folder for files beside checkpoints.
     """
 
     config: RunConfig
@@ -45,6 +49,7 @@ class Setup:
     stages: Sequence[GPT]
     stage_options: Mapping[str, Any]
     microbatches: int
+    folder: Path
 
 
 class TrainerPart:
@@ -72,8 +77,13 @@ class TrainerPart:
         return True
 
     @staticmethod
-    def check(loaded: LoadedConfig, model: ModelConfig) -> None:
+    def check(loaded: LoadedConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
         """Check the configuration of a run that wants this part, before anything is built.
+
+        Args:
+            loaded: The run.
+            model: The model.
+            tokenizer: Tokenizer of the run's data; None for tokens alone.
 
         Raises:
             ConfigError: The part can't work with this model or these settings.
@@ -157,6 +167,9 @@ class TrainerPart:
         """Yield the lines that this rank prints after a step with these metrics."""
         del record
         return iter(())
+
+    def close(self) -> None:
+        """Let go of everything held; also called after an error."""
 
     # Around checkpoints.
 

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from mt_ckpt import RunFolder
+from mt_data import Tokenizer
 from mt_data_parallel import GradBuffer
 from mt_files import did_you_mean, multiples_near, shorten
 from mt_fp8 import DelayedScales, PrimaryWeights, Recipe, end_step
@@ -64,12 +65,13 @@ class LowPrecision(TrainerPart):
         return config.precision.recipe is not None
 
     @staticmethod
-    def check(loaded: LoadedConfig, model: ModelConfig) -> None:
+    def check(loaded: LoadedConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
         """Check that there is something to quantise, and that ranks' parts are whole blocks.
 
         Raises:
             ConfigError: A glob is of no layer, all layers are kept, or a size is no multiple.
         """
+        del tokenizer
         section = loaded.config.precision
         whole = model.build(ParallelState(ParallelLayout()), device="meta", seed=None)
         named = _names(whole)

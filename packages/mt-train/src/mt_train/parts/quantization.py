@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
+from mt_data import Tokenizer
 from mt_data_parallel import GradBuffer
+from mt_files import FileError
 from mt_model import GPT, FakeQuantizedGemm, ModelConfig, block_linears, fake_quantize, kv_formats
 from mt_moe import unfuse_experts
 from mt_parallel_state import ParallelLayout, ParallelState, share_json
@@ -34,19 +36,20 @@ class FakeQuantization(TrainerPart):
         return config.quantization.given is not None
 
     @staticmethod
-    def check(loaded: LoadedConfig, model: ModelConfig) -> None:
+    def check(loaded: LoadedConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
         """Check that rules fit the model, its layout, and what training can round.
 
         Raises:
             ConfigError: They don't; every problem is named.
         """
+        del tokenizer
         section = loaded.config.quantization
         field = "quantization.recipe" if section.config is None else "quantization.config"
         whole = _whole(model)
         try:
             decisions = read_rules(section).decide(whole)
             formats = kv_formats(whole, decisions)
-        except QuantizationError as error:
+        except (QuantizationError, FileError) as error:
             raise loaded.error(field, str(error)) from error
         linears, parallel = block_linears(whole), loaded.config.parallel
         etp = parallel.etp or (parallel.tp if parallel.ep == 1 else 1)

@@ -11,6 +11,7 @@ from mt_train.parts.experts import ExpertLoads
 from mt_train.parts.graphs import CudaGraphs
 from mt_train.parts.part import TrainerPart
 from mt_train.parts.precision import LowPrecision
+from mt_train.parts.profiling import Profiling
 from mt_train.parts.quantization import FakeQuantization
 
 PARTS: tuple[type[TrainerPart], ...] = (
@@ -21,7 +22,8 @@ PARTS: tuple[type[TrainerPart], ...] = (
     CudaGraphs,
     Distillation,  # after what replaces a stage: the teacher runs beside whatever that is
     LogitClip,
-    ActivationWatch,  # last, as it runs the complete stages once
+    ActivationWatch,  # behind all parts that change a stage, as it runs the complete ones once
+    Profiling,
 )
 
 

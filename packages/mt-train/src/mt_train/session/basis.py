@@ -132,7 +132,7 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start, out: Path) -> B
     model = loaded.model(planned_vocab_size(loaded) if tokenizer is None else tokenizer.vocab_size)
     check_overrides(loaded, model)
     for part in wanted_parts(loaded.config):
-        part.check(loaded, model)
+        part.check(loaded, model, tokenizer)
     _check_export(loaded, model, start, out)
     digest = None if tokenizer is None else tokenizer.sha256
     check_start(start, loaded, model=model.to_dict(), tokenizer=digest)

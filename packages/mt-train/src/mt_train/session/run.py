@@ -27,6 +27,7 @@ from mt_parallel_state import (
     ParallelState,
     StopSignals,
     joined,
+    report_hangs,
     stop_signals,
 )
 
@@ -51,6 +52,10 @@ from mt_train.training.chosen_kernels import kernel_lines
 from mt_train.training.evaluation import HeldOut, evaluate
 from mt_train.training.trainer import NonFiniteLossError, Step, Trainer
 
+_HANG_HINT = (
+    "if it does not go on, parallel.check_timeout=60 compares the calls of all ranks and names the "
+    "first that differs"
+)
 # What an evaluation depends on of the data.
 _EVALUATED = ("validation", "packing", "spans", "objective", "masking", "split")
 
@@ -102,7 +107,7 @@ def run(
         device = stack.enter_context(joined(env))
         if device.type == "cpu":
             keep_freed_memory()  # this is a program: its activations are as large every step
-        timeout = loaded.config.parallel.check_timeout
+        timeout, wait = loaded.config.parallel.check_timeout, loaded.config.parallel.hang_report
         check = None if timeout is None else CheckMode(timeout=timeout)
         state = stack.enter_context(
             ParallelState(layout, rank=env.rank, device=device, check=check)
@@ -110,6 +115,8 @@ def run(
         with ExitStack() as held:
             basis = prepare_on_all_ranks(loaded, out, state, env, stack, held)
             session = _Session(loaded, out, state, basis, stop, on_event)
+        if check is None and wait is not None:
+            stack.enter_context(report_hangs(seconds=wait, hint=_HANG_HINT))
         summed(state, 0)  # while they wait for each other, a signal still ends all ranks at once
         with stop.deferred():
             summed(state, 0)  # and none says that it trains before all of them answer one by saving
@@ -154,7 +161,9 @@ class _Session:
             else tokenizer.vocab_size,
             offset=start.samples - start.step * training.global_batch_size,
         )
-        self.trainer = Trainer(config, model, state, sampler=sampler, stop=stop, on_event=on_event)
+        self.trainer = Trainer(
+            config, model, state, sampler=sampler, stop=stop, on_event=on_event, folder=out
+        )
         self.held_out = _held_out(config, corpus, tokenizer, model)
         self.saved = SavedRun(
             step=start.step,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from mt_pipeline import Executor, TensorSpec
 from mt_schedule import Schedule
 from torch import Tensor
 from torch.nn import Parameter
+from torch.profiler import record_function
 
 from mt_train.agreement import summed, uploaded
 from mt_train.config.pipeline_plan import plan_pipeline
@@ -74,7 +76,8 @@ class Trainer:
         state: This rank's place in the layout.
         sampler: Gives the micro-batches of any step.
         stop: Looked at after every step; a request on one rank stops all.
-        on_event: Called with the name of each point reached (fault injection, profiling).
+        on_event: Called with the name of each point reached (fault injection).
+        folder: Folder for files that parts write beside checkpoints.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Trainer:
         sampler: BatchSampler,
         stop: StopSignals | None = None,
         on_event: Callable[[str], None] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self.config, self.state = config, state
         self.progress, self.course, self._meter = Progress(), Course(config), StepMeter()
@@ -111,6 +115,7 @@ class Trainer:
             stages=self.stages,
             stage_options=options,
             microbatches=sampler.num_microbatches,
+            folder=folder or Path(),
         )
         self.parts = [part(setup) for part in wanted_parts(config)]
         self.objective = Objective(
@@ -218,21 +223,24 @@ class Trainer:
         }
         for part in self.parts:
             part.begin_step(self.progress.step)
-        ready = self._loader.step(self.progress.step)
-        batches = to_device(ready.batches, self.state.device)
+        with record_function("data"):
+            ready = self._loader.step(self.progress.step)
+            batches = to_device(ready.batches, self.state.device)
         labels = map(sum, zip(*ready.labels, strict=True))
         total = [max(n, 1.0) for n in summed(self.state, *labels, axes="dp-cp")]
         outputs = self._run_passes(batches, self._divisors(ready.labels, total))
         numbers = self._own_numbers(outputs, save=save)
         # The step's only wait for the device: everything that ranks agree on comes with it.
-        sums = self._update.measure(torch.cat(numbers), **rates)
+        with record_function("agreement"):
+            sums = self._update.measure(torch.cat(numbers), **rates)
         losses, *of_parts, (stop, wants_save, seconds) = _split(sums, [len(x) for x in numbers])
         divisors = dict(zip(self.objective.counts, total, strict=True))
         means = self.objective.record(losses, divisors)
         self._check_finite(means)
         for part in self.parts:
             part.end_passes()
-        result = self._update.finish(**rates)
+        with record_function("optimizer"):
+            result = self._update.finish(**rates)
         if not result.stepped:
             result = replace(result, step=self.progress.step + 1)  # skipped ones count here
             self._check_skipped(means, result)
@@ -271,9 +279,10 @@ class Trainer:
                 objective=lambda own, batch: objective(own, by_batch[id(batch)]) * scale,
             )
         outputs += self.executor.inner_losses.values()
-        self.buffer.finish()
-        self.on_event("train.reduce")
-        self._update.reduce()
+        with record_function("gradients"):
+            self.buffer.finish()
+            self.on_event("train.reduce")
+            self._update.reduce()
         self.on_event("train.update")
         return outputs
 
@@ -309,10 +318,12 @@ class Trainer:
         raise _not_applied(what)
 
     def close(self) -> None:
-        """End the thread that reads ahead, and let go of the gradients and their groups.
+        """Close the parts, end the thread that reads ahead, and let go of gradients and groups.
 
         The parameters' hooks keep the buffer alive, in a cycle that garbage collection can't see.
         """
+        for part in self.parts:
+            part.close()
         self._loader.close()
         self.buffer.close()
 
