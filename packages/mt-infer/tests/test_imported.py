@@ -54,10 +54,13 @@ def test_an_id_of_the_hub_is_found_in_its_cache(folder, tmp_path, generate, monk
     shutil.copytree(folder, own / "snapshots" / commit)
     (own / "refs").mkdir()
     (own / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
     asked = ("--max-tokens", 4, "--temperature", 0)
     found = generate("acme/tiny", *asked, prompt=PROMPT)
     assert found[0] == 0, found
     assert found[1] == generate(folder, *asked, prompt=PROMPT)[1]
+    assert generate("acme/other", "--download", *asked, prompt=PROMPT)[1] == found[1]
+    assert generate("acme/other", *asked, prompt=PROMPT)[0] != 0
 
 
 def test_weights_without_a_tokenizer_are_refused(folder, tmp_path, generate) -> None:

@@ -37,11 +37,14 @@ class Generate:
     """Continue a prompt with a run or a folder of Hugging Face, and print the continuation."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The --out folder of an mt-train run, or a folder of Hugging Face."""
+    """The --out folder of an mt-train run, a folder of Hugging Face, or a model of the hub in the
+    local cache, such as Qwen/Qwen3-0.6B."""
     prompt: str
     """The text to continue; - reads it from standard input."""
     step: int | None = None
     """The checkpoint of this step; by default the latest."""
+    download: bool = False
+    """Download a model of the hub that is not in the cache."""
     ema: bool = False
     """Use the moving average of the weights, if training kept one (optimizer.ema)."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -121,7 +124,10 @@ def _run(command: Generate) -> int:
     with contextlib.ExitStack() as stack:
         with _told_once(env):
             sampling = _check_options(command, env)
-            run = stack.enter_context(open_run(command.run, command.step))
+            run = stack.enter_context(
+                open_run(command.run, command.step, download=command.download)
+            )
+            command.download = False  # once, and not by each rank
             _check_run(command, env, run)
         if must_launch(command.nproc or 1, env):
             return launch("mt_infer", _as_arguments(command, run.step), command.nproc or 1)

@@ -77,7 +77,7 @@ class Run:
 
 
 @contextmanager
-def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
+def open_run(folder: Path, step: int | None = None, *, download: bool = False) -> Iterator[Run]:
     """Open and check a folder; concurrent training does not remove its checkpoint meanwhile.
 
     Args:
@@ -85,6 +85,7 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
             with `config.json`, safetensors and a tokenizer, or the id of such a model in the local
             cache of the Hugging Face hub.
         step: Step of a run's checkpoint; None for the latest.
+        download: Whether to download a model of the hub that is not in the cache.
 
     Raises:
         RunError: The folder is neither, has no committed checkpoint, or its parts don't fit.
@@ -94,7 +95,7 @@ def open_run(folder: Path, step: int | None = None) -> Iterator[Run]:
     """
     if not folder.is_dir() and not is_hub_id(str(folder)):
         raise RunError(f"{folder} is not a folder; {_WANTED}")
-    folder = find_folder(folder)
+    folder = find_folder(folder, download=download)
     run = RunFolder(folder)
     if (folder / "config.json").exists() and not run.checkpoints.exists():
         yield _open_pretrained(folder, step)

@@ -24,7 +24,8 @@ class Quantize:
     """Quantise a model to a folder that transformers and mt-infer generate read."""
 
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The --out folder of an mt-train run, or a folder of Hugging Face."""
+    """The --out folder of an mt-train run, a folder of Hugging Face, or a model of the hub in the
+    local cache, such as Qwen/Qwen3-0.6B."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The folder to make; it must not exist, or be empty."""
     recipe: str | None = None
@@ -48,6 +49,8 @@ class Quantize:
     """Tokens in a sequence; by default 2048, or the model's context if that is shorter."""
     step: int | None = None
     """The checkpoint of this step of a run; by default the latest."""
+    download: bool = False
+    """Download a model of the hub that is not in the cache."""
     ema: bool = False
     """Use the moving average of the weights, if training kept one (optimizer.ema)."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
@@ -68,7 +71,7 @@ def run_quantize(command: Quantize) -> int:
         raise ValueError(
             f"quantize is one process, and {env.launcher} started {env.world_size}; start it alone"
         )
-    with open_run(command.run, command.step) as run:
+    with open_run(command.run, command.step, download=command.download) as run:
         check_source(run, ema=command.ema)
         if command.kv_cache_dtype is not None:
             check_kv_cache(run, command.kv_cache_dtype)

@@ -68,7 +68,7 @@ def _cached(name: str) -> Path:
             return found
     raise ExchangeError(
         f"{name} is neither a folder nor in the cache of the Hugging Face hub, {cache}; download "
-        f"it with: hf download {name} (mt-hf has --download); without a network, copy the folder "
+        f"it with: hf download {name} (or with --download); without a network, copy the folder "
         "of the model here and name that"
     )
 
