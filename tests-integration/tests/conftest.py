@@ -218,6 +218,8 @@ def published_model(
     cache = request.config.cache  # None with `-p no:cacheprovider`
     kept = tmp_path_factory.getbasetemp() if cache is None else cache.mkdir("published_model")
     folder = kept / "smollm2"
+    if (folder / "config.json").exists():
+        return folder
     script = request.config.rootpath / "tools/published_model.py"
     made = cli(sys.executable, script, folder, timeout=600)
     if "no model: " in made.stdout:
