@@ -179,7 +179,9 @@ def bits_per_byte(folder: Path, *, length: int = 256) -> float:
 
 
 @pytest.mark.campaign
-def test_fine_tuning_lowers_a_held_out_loss(published_model, tmp_path, cli) -> None:
+def test_fine_tuning_lowers_a_held_out_loss(
+    published_model, tmp_path, cli, record_property
+) -> None:
     from mt_data import build_corpus, load_tokenizer, read_documents, standard_library_sources
 
     tokenizer = load_tokenizer(published_model / "tokenizer.json", eod="<|im_end|>")
@@ -200,6 +202,7 @@ def test_fine_tuning_lowers_a_held_out_loss(published_model, tmp_path, cli) -> N
     done = cli(*command, "--out", tmp_path / "run", timeout=1800)
     assert done.returncode == 0, done.stderr
     before, after = bits_per_byte(published_model), bits_per_byte(tmp_path / "out")
+    record_property("bits_per_byte", f"{before:.4f} before, {after:.4f} after")
     assert after < before - 0.02
 
 
