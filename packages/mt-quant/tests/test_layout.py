@@ -208,7 +208,10 @@ def test_an_unknown_layout_is_refused(config, message):
     [
         ({"quant_method": "gptq", "bits": 3}, "use 4 or 8"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "NVFP4, FP8_PB_WO"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "W4A8"},
+            "NVFP4_AWQ, W8A8_SQ_PER_CHANNEL, FP8_PB_WO",
+        ),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
             "quantized_layers does not name it",

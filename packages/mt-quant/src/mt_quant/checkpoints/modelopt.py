@@ -139,7 +139,8 @@ def _read_weight(algorithm: str | None, tensors: Mapping[str, Tensor]) -> Stored
     if algorithm == _SMOOTHED:
         return _smoothed(data, scale, tensors.get("input_scale"))
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", BLOCKS_ALONE):
-        known = ", ".join((*dict.fromkeys(_ALGORITHMS.values()), *_NVFP4, _SMOOTHED, BLOCKS_ALONE))
+        able = (*_ALGORITHMS.values(), *_NVFP4, _SMOOTHED, BLOCKS_ALONE)
+        known = ", ".join(dict.fromkeys(able))
         raise QuantizationError(
             f"quant_algo {shorten(algorithm)} is not supported; use one of {known}"
         )
