@@ -152,7 +152,7 @@ def test_torchrun_starts_killed_ranks_again_and_they_end_in_the_same_bits(
     with log.open("w") as output:
         agents = [subprocess.Popen(each, stdout=output, stderr=output) for each in commands]
     deadline = time.monotonic() + 120
-    lines, metrics = rng.randint(1, 16), tmp_path / "run" / "metrics.jsonl"
+    lines, metrics = rng.randint(1, 5), tmp_path / "run" / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < lines:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.005)
