@@ -103,7 +103,7 @@ class _Watch:
         return _python_wait(frame), call_site(frame)
 
     def _answer(self) -> None:
-        """Say where this rank is, to those that have asked since."""
+        """Answer the ranks that have asked where this rank is."""
         asked = self._store.add("asked", 0)
         place = self._here()[1] if asked > self._answered else ""
         said = (
@@ -180,7 +180,7 @@ def _status() -> list[Any]:
 
 
 def _oldest(seconds: float) -> str | None:
-    """Describe the first call that has been under way for these seconds."""
+    """Describe the first call that waits longer than a number of seconds."""
     for record in _records(entries=True):
         for call in record.get("entries", ()):
             age = time.time() - call["time_created_ns"] / 1e9

@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSpec:
-    """The dims of a weight that are rows (outputs) and columns (inputs), and its fused parts.
+    """Row (output) and column (input) dims of a weight, and its fused parts.
 
     Methods that work on whole matrices read it: Muon, Shampoo-like optimizers, low-rank methods.
 
     Attributes:
-        in_dims: Number of trailing dims that are columns; the dims before are rows.
+        in_dims: Number of trailing column dims; the dims before are rows.
         part_dim: The dim along which a fused weight has several matrices. No axis may split it.
         parts: Size of each matrix along that dim; their sum is the size of the dim.
 

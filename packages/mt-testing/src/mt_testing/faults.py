@@ -26,7 +26,7 @@ class KillAt:
         point: The name of the point.
         rank: The rank to kill. A process takes its own rank from `torch.distributed`, else from the
             variable RANK, else it is 0.
-        nth: The visit of the point that is fatal, counted from 1 in each call of a pool.
+        nth: Number of the fatal visit to the point, counted from 1 in each call of a pool.
 
     Example:
         >>> save_checkpoint(root, 20, shards, {}, on_event=KillAt("before_commit", rank=1))

@@ -67,7 +67,7 @@ class ForkServer:
         preload: Modules to import besides torch and every installed `mt_*` package.
 
     Attributes:
-        control: Connection that is readable when the server has a message for `pump`.
+        control: Connection, readable when the server has a message for `pump`.
         ended: Exit code, or minus the signal's number, of each ended rank by process id.
         preload_errors: Traceback of each module that failed to import.
         directory: A folder that the server removes when it ends.

@@ -1,4 +1,4 @@
-"""Forks a process for each program that a stand-in asks for, from one that has imported torch."""
+"""The server of programs: it has imported torch, and forks a process for each request."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _pass_on(pid: int, client: socket.socket, selector: selectors.BaseSelector) 
 
 
 def _reap(running: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
-    """Tell the stand-ins of programs that have ended how they did."""
+    """Send the exit codes of finished programs to their stand-ins."""
     for pid in list(running):
         found, status = os.waitpid(pid, os.WNOHANG)
         if not found:
@@ -155,7 +155,7 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _message(connection: socket.socket, head: bytes) -> Any:
-    """Return what is behind `head`, which has its size; our own processes wrote it."""
+    """Read the message after `head`, its size; our own processes wrote it."""
     return marshal.loads(_read(connection, int.from_bytes(head, "little")))  # noqa: S302
 
 
@@ -242,7 +242,7 @@ def _fork(
 ) -> int:
     """Fork this process and be `python ARGUMENTS` in it; returns the process id.
 
-    The copy has what was imported, and none of the files, finalizers and exit functions.
+    The copy keeps the imported modules, and loses files, finalizers and exit functions.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads

@@ -1,4 +1,4 @@
-"""Programs that start in milliseconds: forks of a process that has imported torch."""
+"""Programs that start in milliseconds, as forks of a process with torch loaded."""
 
 from __future__ import annotations
 

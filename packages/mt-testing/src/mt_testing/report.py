@@ -25,7 +25,7 @@ class Outcome:
 
     @property
     def running(self) -> set[int]:
-        """Ranks without an answer that are alive."""
+        """Living ranks without an answer."""
         return set(range(self.world_size)) - set(self.results) - set(self.errors) - set(self.deaths)
 
     @property
