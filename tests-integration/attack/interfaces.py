@@ -49,7 +49,6 @@ def _layouts() -> dict[str, Call]:
             {"layout": ps.ParallelLayout(), "rank": 0, "offset": 0},
         ),
         "coordinates": (layout.coordinates, {"rank": 1}),
-        "blocks": (ps.blocks, {"ranks": [0, 1, 2, 3], "size": 2}),
         "cut_into_levels": (ps.cut_into_levels, {"ranks": [0, 1, 2, 3], "sizes": [2, 2]}),
         "random_uniform": (ps.random_uniform, {"key": 1, "index": torch.arange(4)}),
         "fill_normal_": (

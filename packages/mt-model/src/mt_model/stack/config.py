@@ -173,7 +173,12 @@ class StackConfig(StreamConfig, ABC):
 
         Args:
             sequence_length: Tokens per sequence.
+
+        Raises:
+            ValueError: There are no tokens.
         """
+        if sequence_length < 1:
+            raise ValueError(f"sequence_length={sequence_length} is not at least 1")
         total = 0
         for layer, repeats in runs(self.all_layers):
             entries = layer.entries
