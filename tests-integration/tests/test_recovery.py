@@ -131,6 +131,7 @@ def torchrun(command: list[str], rendezvous: str, nodes: int) -> list[list[str]]
         where = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
     start = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", *where]
     start += ["--nnodes", str(nodes), "--nproc-per-node", str(2 // nodes)]
+    start += ["--monitor-interval", "0.1"]  # seconds between looks at the ranks
     ranked = [["--node-rank", str(node)] if rendezvous == "static" else [] for node in range(nodes)]
     return [[*start, *node, "-m", *program] for node in ranked]
 
