@@ -87,7 +87,7 @@ class Pattern:
     def _closure(
         self, states: set[_State], *, is_start: bool = False, is_end: bool
     ) -> frozenset[_State]:
-        """Return the states that are reached without a character."""
+        """Return these states and all that follow without a character."""
         holds = {"start": is_start, "end": is_end}
         waiting, seen = list(states), set(states)
         while waiting:

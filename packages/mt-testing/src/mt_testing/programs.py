@@ -27,8 +27,8 @@ class Programs:
     is a fork of the server, so it does not import again what the server has imported. The same
     holds for interpreters that it starts: the ranks of a launcher or of `multiprocessing`.
 
-    A test of how a process starts, or of what it imports, needs the real program. The process id
-    of a stand-in is not that of the program. Use it as a context manager, or call `close`.
+    A test of how a process starts, or of what it imports, needs the real program. A stand-in
+    and its program have different process ids. Use it as a context manager, or call `close`.
 
     Attributes:
         folder: The folder with the stand-ins, to be put in front of PATH.

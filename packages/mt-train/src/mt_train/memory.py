@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -38,6 +37,12 @@ Plan = Recompute | RecomputePlan
 _MIB, _GIB = 2**20, 2**30
 _DEVICES = (24, 40, 80, 141, 192)  # GB of devices that are sold
 _USABLE = 0.92
+# Plans to advise, the one that recomputes least first, as `training.recompute` takes them.
+_PLANS = {
+    "selective": "selective",
+    "attention": "{rules: [{modules: [norm, activation, attention]}]}",
+    "full": "full",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,15 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
+
+    @property
+    def states(self) -> int:
+        """Bytes of weights, gradients and optimizer, which no plan changes."""
+        return self.weights + self.gradients + self.optimizer
+
+    def total(self, plan: str) -> int:
+        """Return the bytes of everything under a plan."""
+        return self.states + self.plans[plan].peak
 
 
 def plans_of(config: RunConfig) -> Mapping[str, Plan]:
@@ -306,14 +320,13 @@ def table(loaded: LoadedConfig, ranks: Sequence[RankMemory]) -> str:
     lines += ["", _line("each rank of the pipeline, MiB", names)]
     for index, rank in enumerate(ranks):
         plans = [rank.plans[name] for name in names]
-        always = _always(rank)
         where = ", ".join(f"{own.start}-{own.stop - 1}" for own in rank.layers)
         lines.append(
             f"pp {index}: layers {where}; weights {rank.weights / _MIB:.2f}, gradients "
             f"{rank.gradients / _MIB:.2f}, masters and moments {rank.optimizer / _MIB:.2f}"
         )
         lines.append(_line("  activations in flight", [f"{q.peak / _MIB:.2f}" for q in plans]))
-        lines.append(_line("  in all", [f"{(q.peak + always) / _MIB:.2f}" for q in plans]))
+        lines.append(_line("  in all", [f"{rank.total(name) / _MIB:.2f}" for name in names]))
         if any(q.host for q in plans):
             row = [f"{q.host / _MIB:.2f}" for q in plans]
             lines.append(_line("  in the host, of a micro-batch", row))
@@ -328,7 +341,7 @@ def verdict(config: RunConfig, ranks: Sequence[RankMemory]) -> list[str]:
     Devices are known by their names' GB, which are GiB; 8% of them are left for the context of the
     device, for kernels' workspaces and for fragmentation.
     """
-    need = {name: max(map(partial(_bytes_in_all, name), ranks)) for name in ranks[0].plans}
+    need = {name: max(rank.total(name) for rank in ranks) for name in ranks[0].plans}
     run = need["run"]
     fits = [size for size in _DEVICES if run <= _USABLE * size * _GIB]
     small = [size for size in _DEVICES if size not in fits]
@@ -338,39 +351,25 @@ def verdict(config: RunConfig, ranks: Sequence[RankMemory]) -> list[str]:
     if not small:
         return lines
     wanted = small[-1]
-    for name in ("selective", "attention", "full"):
+    change = _change(config, max(ranks, key=lambda rank: rank.total("run")))
+    for name, plan in _PLANS.items():
         if name in need and need[name] <= _USABLE * wanted * _GIB:
-            plan = (
-                name
-                if name != "attention"
-                else "{rules: [{modules: [norm, activation, attention]}]}"
-            )
-            lines.append(
-                f"For {wanted} GB: training.recompute={plan} needs {need[name] / _GIB:.2f} GiB"
-            )
-            return lines
-    return [*lines, f"For {wanted} GB: {_change(config, max(ranks, key=_always))}"]
+            change = f"training.recompute={plan} needs {need[name] / _GIB:.2f} GiB"
+            break
+    return [*lines, f"For {wanted} GB: {change}"]
 
 
 def _change(config: RunConfig, rank: RankMemory) -> str:
     """Name the change that lowers the largest part of a rank's memory."""
     activations = rank.plans["run"].peak
     sharing = config.data_parallel.strategy == "none" and (config.parallel.dp or 1) > 1
-    if activations > _always(rank) and config.training.micro_batch_size > 1:
+    if activations > rank.states and config.training.micro_batch_size > 1:
         return "lower training.micro_batch_size, as activations are the largest part"
-    if activations > _always(rank):
+    if activations > rank.states:
         return "raise parallel.cp or parallel.tp, which share out the activations"
     if sharing:
         return "data_parallel.strategy=optimizer shares out masters and moments, full also weights"
     return "raise parallel.tp, parallel.pp or parallel.dp with a data_parallel.strategy"
-
-
-def _always(rank: RankMemory) -> int:
-    return rank.weights + rank.gradients + rank.optimizer
-
-
-def _bytes_in_all(plan: str, rank: RankMemory) -> int:
-    return _always(rank) + rank.plans[plan].peak
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -46,7 +46,7 @@ def read_end_tokens(folder: str | Path) -> frozenset[int]:
 
 
 def _named(given: Mapping[str, Any]) -> object:
-    """Return the value of the field, or that of the first part with one."""
+    """Return the field's value, from the whole or else from its first part with one."""
     inner = (given.get(part) for part in _INNER)
     parts = [given, *(part for part in inner if isinstance(part, Mapping))]
     return next((part[_FIELD] for part in parts if part.get(_FIELD) is not None), None)

@@ -17,7 +17,7 @@ _LARGEST_CODE = 512.0  # no format has a larger one
 
 
 def check_finite(values: Tensor, stored: StoredTensor) -> None:
-    """Raise NotFiniteError unless all values that were read from a tensor are finite."""
+    """Raise NotFiniteError for a stored tensor with a value that is not finite."""
     if values.numel() and not _is_finite(values):
         number = int((~values.isfinite()).sum())
         kind = str(values.dtype).removeprefix("torch.")

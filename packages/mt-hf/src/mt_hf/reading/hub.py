@@ -24,9 +24,8 @@ def is_hub_id(text: str) -> bool:
 def find_folder(named: str | Path, *, base: str | Path = ".", download: bool = False) -> Path:
     """Return the folder that a path or an id of the hub names.
 
-    An id such as `Qwen/Qwen3-0.6B` is found in the local cache of huggingface_hub, where that is
-    installed: the newest revision of the branch `main` that was downloaded. Nothing is asked of the
-    hub unless `download` is set.
+    With huggingface_hub installed, an id such as `Qwen/Qwen3-0.6B` means the newest downloaded
+    revision of its branch `main` in the local cache. The hub is asked only if `download` is set.
 
     Args:
         named: A path, or an id of the hub; a folder of that name comes first.

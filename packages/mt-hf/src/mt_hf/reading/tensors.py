@@ -148,7 +148,7 @@ def _index(folder: Path, most: int) -> dict[str, str]:
 
 
 def _counted(path: Path, file: BinaryIO, size: int, most: int) -> bytes:
-    """Return the next bytes of a file, JSON that describes at most so many tensors.
+    """Return the next `size` bytes of a file, the JSON of at most `most` tensors.
 
     Counting marks takes no memory and milliseconds, where parsing makes objects.
 

@@ -21,7 +21,7 @@ _Arguments = Mapping[str, Any]
 
 
 def _published() -> _Arguments:
-    """Return the fields of each model in `published.toml`, with those of its family."""
+    """Return the fields of each model in `published.toml`, its family's included."""
     families = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
     found = {}
     for family in families.values():

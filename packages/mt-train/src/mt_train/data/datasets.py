@@ -93,7 +93,7 @@ def _training_part(config: RunConfig, indexed: IndexedDataset) -> range | None:
 
 
 def held_out_tokens(config: RunConfig, corpus: Corpus) -> IndexedDataset | TokenRanges | None:
-    """Open the tokens to evaluate on: those of `data.validation`, or the second part of a split."""
+    """Open the held-out tokens, from `data.validation` or from the second part of `data.split`."""
     if corpus.validation is not None:
         return IndexedDataset(corpus.validation)
     if config.data.split is None:

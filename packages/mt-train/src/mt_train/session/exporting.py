@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 from pathlib import Path
 
@@ -50,11 +51,19 @@ def export(config: RunConfig, out: Path) -> None:
         raise FileError(str(folder), problem)
     dtype = DTYPES[config.export.dtype or config.training.dtype]
     is_told = config.export.dtype is None and RunFolder(out).hugging_face.is_dir()
-    made = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(made, ignore_errors=True)
-    export_checkpoint(out, made, family=config.export.family, dtype=None if is_told else dtype)
-    shutil.rmtree(folder, ignore_errors=True)
-    made.rename(folder)
+    made = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")  # beside it, to be renamed
+    try:
+        export_checkpoint(out, made, family=config.export.family, dtype=None if is_told else dtype)
+        if folder.exists():
+            shutil.rmtree(folder)
+        made.rename(folder)
+    except FileError:
+        raise
+    except OSError as error:
+        text = f"cannot replace the export: {error.strerror or error}"
+        raise FileError(str(folder), text) from error
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
     record = {"folder": str(folder.absolute()), "files": _files_of(folder)}
     write_file(out / _RECORD, json.dumps(record))
 

@@ -139,7 +139,6 @@ class _Session:
         self.config, self.out, self.state, self.stop = config, out, state, stop
         self.start, corpus = basis.start, basis.corpus
         tokenizer, model = basis.tokenizer, basis.model
-        self.tokenizer = tokenizer
         loaded.check_layout(model, state.layout)
         for part in wanted_parts(config):
             part.check_layout(loaded, model, state.layout)
