@@ -53,8 +53,9 @@ from mt_model.vision.pooling_config import (
 )
 
 if TYPE_CHECKING:
-    from mt_model.attend.cache import KVCache
+    from mt_model.attend.cache import KVCache, Pages
     from mt_model.attend.context import ForwardContext
+    from mt_model.attend.slots import Slots
     from mt_model.block.initial import start_from
     from mt_model.block.losses import Losses
     from mt_model.block.shard_context import ShardContext
@@ -141,6 +142,7 @@ __all__ = [
     "NormConfig",
     "Norms",
     "OffloadConfig",
+    "Pages",
     "PluginError",
     "PooledHeadConfig",
     "PoolingConfig",
@@ -157,6 +159,7 @@ __all__ = [
     "ShardContext",
     "Sinks",
     "Sizes",
+    "Slots",
     "Stack",
     "StackConfig",
     "StreamConfig",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,28 +17,115 @@ SCALE = "_scale"
 
 
 @dataclass(kw_only=True)
-class KVCache:
-    """The tensors that each layer of a stage keeps for a batch of equally long sequences.
-
-    `GPT.new_cache` makes one. Its tensors keep their shapes while it fills.
+class KeptTensors:
+    """The tensors that each layer of a stage keeps of the tokens it has seen.
 
     Attributes:
         layers: For each layer, by its index in the whole model, its tensors by name; the mixer
-            states their shapes (`MixerConfig.cache_shapes`). Cross-attention adds its own in the
-            first pass. The scales of codes have the name of the codes with `_scale`.
-        max_length: Number of tokens that fit.
-        length: Number of tokens held, with padding; the next pass goes on from here.
-        mask: False at the places of padding, [B, max_length]; None without padding.
-        place: `length` as a tensor, int64 [], for CUDA graphs; or None.
+            states their shapes (`MixerConfig.cache_shapes`). The scales of codes have the name of
+            the codes with `_scale`.
         formats: Formats of the layers that keep keys and values in low precision, by index.
     """
 
     layers: Mapping[int, MutableMapping[str, Tensor]]
+    formats: Mapping[int, KVFormat] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of all tensors, scales included."""
+        return sum(x.nbytes for tensors in self.layers.values() for x in tensors.values())
+
+    def _codes(self, layer: int, name: str, x: Tensor) -> dict[str, Tensor]:
+        """Return the tensors to store for new values, [..., heads, D], with scales of their own."""
+        format = self.formats.get(layer)
+        if format is None:
+            return {name: x}
+        static = self.layers[layer][name + SCALE].flatten() if format.is_static else None
+        x, scale = format.encode(x, static)
+        return {name: x} if format.is_static else {name: x, name + SCALE: scale}
+
+    def _values(
+        self, layer: int, name: str, dtype: torch.dtype, pick: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Return values of a stored tensor, picked and decoded from codes in low precision."""
+        held, format = self.layers[layer], self.formats.get(layer)
+        x = pick(held[name])
+        if format is None:
+            return x
+        scale = held[name + SCALE]
+        return format.decode(x, scale if format.is_static else pick(scale), dtype)
+
+
+@dataclass(kw_only=True)
+class Pages(KeptTensors):
+    """Blocks of tokens that requests take as they grow, and rows of recurrent states.
+
+    `GPT.new_pages` makes them; `Slots` say which request has which.
+
+    Attributes:
+        block_size: Number of tokens of a block.
+    """
+
+    block_size: int
+
+    def write(self, layer: int, name: str, x: Tensor, places: Tensor) -> None:
+        """Store a layer's tensor for new tokens; low precision rounds it here, once.
+
+        Args:
+            layer: Layer index in the whole model.
+            name: Name of the tensor.
+            x: Values by head.
+            places: Places of the tokens: block * block_size + offset.
+
+        Shape:
+            x: [1, T, heads, D]. places: [T].
+        """
+        block = places.div(self.block_size, rounding_mode="floor")
+        offset = places - block * self.block_size
+        for part, value in self._codes(layer, name, x[0]).items():
+            into, value = _bits(self.layers[layer][part]), _bits(value)
+            into[block, :, offset] = value.to(into.dtype)
+
+    def read(self, layer: int, name: str, dtype: torch.dtype, blocks: Tensor) -> Tensor:
+        """Return the values of some blocks, decoded from codes in low precision.
+
+        Args:
+            layer: Layer index in the whole model.
+            name: Name of the tensor.
+            dtype: Dtype of the values.
+            blocks: Blocks of each request.
+
+        Shape:
+            blocks: [R, P]. Returns [R, P * block_size, heads, D].
+        """
+
+        def pick(x: Tensor) -> Tensor:
+            heads = torch.arange(x.shape[1], device=x.device)
+            index = blocks[:, None] * x.shape[1] + heads[:, None]  # [R, heads, P]
+            rows = _bits(x).flatten(0, 1).index_select(0, index.flatten())
+            return rows.view(x.dtype).view(*index.shape[:2], -1, x.shape[3])
+
+        return self._values(layer, name, dtype, pick).transpose(1, 2)
+
+
+@dataclass(kw_only=True)
+class KVCache(KeptTensors):
+    """The tensors that each layer of a stage keeps for a batch of equally long sequences.
+
+    `GPT.new_cache` makes one. Its tensors keep their shapes while it fills; cross-attention adds
+    its own in the first pass.
+
+    Attributes:
+        max_length: Number of tokens that fit.
+        length: Number of tokens held, with padding; the next pass goes on from here.
+        mask: False at the places of padding, [B, max_length]; None without padding.
+        place: `length` as a tensor, int64 [], for CUDA graphs; or None.
+    """
+
     max_length: int
     length: int = 0
     mask: Tensor | None = None
     place: Tensor | None = None
-    formats: Mapping[int, KVFormat] = field(default_factory=dict)
 
     def places(self, count: int, device: torch.device) -> Tensor:
         """Return the places of the tokens of the next pass, [count]."""
@@ -70,13 +157,12 @@ class KVCache:
         Shape:
             x: [B, S, heads, D]. places: [S].
         """
-        held, format = self.layers[layer], self.formats.get(layer)
-        if format is not None:
-            static = held[name + SCALE].flatten() if format.is_static else None
-            x, scale = format.encode(x, static)
-            if static is None:
-                _put(held, name + SCALE, scale.transpose(1, 2), places)
-        _put(held, name, x.transpose(1, 2), places)
+        held = self.layers[layer]
+        for part, value in self._codes(layer, name, x).items():
+            if places is None:
+                held[part] = value.transpose(1, 2)
+            else:  # torch copies no fp8 by index on a CPU
+                _bits(held[part]).index_copy_(2, places, _bits(value.transpose(1, 2)))
 
     def read(
         self, layer: int, name: str, dtype: torch.dtype, places: Tensor | None = None
@@ -92,26 +178,13 @@ class KVCache:
         Shape:
             Returns [B, places, heads, D].
         """
-        held, format = self.layers[layer], self.formats.get(layer)
-        x = held[name] if places is None else held[name].index_select(2, places)
-        if format is not None:
-            scale = held[name + SCALE]
-            if places is not None and not format.is_static:
-                scale = scale.index_select(2, places)
-            x = format.decode(x, scale, dtype)
-        return x.transpose(1, 2)
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of all tensors, scales included."""
-        return sum(x.nbytes for tensors in self.layers.values() for x in tensors.values())
+        def pick(x: Tensor) -> Tensor:
+            return x if places is None else x.index_select(2, places)
+
+        return self._values(layer, name, dtype, pick).transpose(1, 2)
 
 
-def _put(held: MutableMapping[str, Tensor], name: str, x: Tensor, places: Tensor | None) -> None:
-    if places is None:
-        held[name] = x
-        return
-    into = held[name]
-    if x.dtype.itemsize == 1:  # torch copies no fp8 by index on a CPU
-        into, x = into.view(torch.uint8), x.view(torch.uint8)
-    into.index_copy_(2, places, x)
+def _bits(x: Tensor) -> Tensor:
+    """Return a tensor as torch can copy it by index: fp8 as bytes."""
+    return x.view(torch.uint8) if x.is_floating_point() and x.dtype.itemsize == 1 else x

@@ -7,20 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mt_kernels import AUTO
 from torch import Tensor
 
 from mt_model.attend.cache import KVCache
-from mt_model.attend.context import AttendingLayer, ForwardContext
-from mt_model.attend.distance import spread
-from mt_model.attend.kernels import attention
+from mt_model.attend.kept import KeptAttend, View
 from mt_model.attend.padding import positions_of
-from mt_model.attend.scores import Scores
 from mt_model.attend.seen import seen
 
 
 @dataclass(frozen=True, kw_only=True)
-class CachedAttend:
+class CachedAttend(KeptAttend):
     """Causal attention to a cache, which first takes in the new keys and values.
 
     It reads all of the cache's places, or as many as the layer's window has, and masks the empty
@@ -33,63 +29,30 @@ class CachedAttend:
 
     cache: KVCache
     places: Tensor
-    _views: dict[Any, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    _views: dict[Any, list[View]] = field(default_factory=dict)
 
     @property
-    def is_whole(self) -> bool:
-        """Never: the keys are of other tokens too."""
-        return False
-
-    @property
-    def is_cached(self) -> bool:
-        """Always."""
-        return True
-
-    def __call__(
-        self,
-        layer: AttendingLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        shared: ForwardContext,
-    ) -> Tensor:
-        """Attend; see `Attend`."""
-        self.put(layer.index, {"key": key, "value": value})
-        block, allowed = self.view(layer.window, layer.chunk)
-        bias = layer.bias_by_distance(shared, self.cache.max_length)
-        scores = Scores(
-            scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
-            allowed=allowed,
-            softcap=layer.softcap,
-            bias=None if bias is None else spread(bias, *self.positions(block)),
-            sinks=layer.sink_logits(query),
-        )
-        key = self.cache.read(layer.index, "key", key.dtype, block)
-        value = self.cache.read(layer.index, "value", value.dtype, block)
-        return attention(query, key, value, scores, layer.attending[AUTO])
+    def room(self) -> int:
+        """Number of tokens that a row has room for."""
+        return self.cache.max_length
 
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
-        """Store a layer's tensors for the new tokens.
-
-        Args:
-            layer: Layer index in the whole model.
-            new: Tensors by the names of the mixer's `token_cache`.
-
-        Shape:
-            new: [B, S, heads, D].
-        """
+        """Store the new tokens; see `KeptAttend`."""
         for name, x in new.items():
             self.cache.write(layer, name, x, self.places)
 
-    def view(self, window: int | None, chunk: int | None = None) -> tuple[Tensor | None, Tensor]:
-        """Return `block` with its `allowed` mask, made once for equal layers."""
+    def read(self, layer: int, name: str, dtype: torch.dtype, kept: Tensor | None) -> Tensor:
+        """Return the values at some places; see `KeptAttend`."""
+        return self.cache.read(layer, name, dtype, kept)
+
+    def views(self, window: int | None, chunk: int | None) -> list[View]:
+        """Return one view of all queries, made once for equal layers."""
         found = self._views.get((window, chunk))
         if found is None:
             block = self.block(window, chunk)
-            found = self._views[window, chunk] = (
-                block,
-                self.allowed(window, chunk, block=block),
-            )
+            allowed = self.allowed(window, chunk, block=block)
+            made = View(None, block, allowed, *self.positions(block))
+            found = self._views[window, chunk] = [made]
         return found
 
     def block(self, window: int | None, chunk: int | None = None) -> Tensor | None:

@@ -86,13 +86,29 @@ class Attend(Protocol):
         """
         ...
 
+    def latents(
+        self,
+        layer: AttendingLayer,
+        query: Tensor,
+        latent: Tensor,
+        turned: Tensor,
+        shared: ForwardContext,
+    ) -> Tensor:
+        """Attend to latents: one head of keys, which ends with its turned part, and of values.
+
+        Shape:
+            query: [B, S, N, D + W]; latent: [B, S, 1, D]; turned: [B, S, 1, W]. Returns
+            [B, S, N, D].
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
     """The context that the layers of one forward pass share.
 
     Attributes:
-        attend: Attention of the pass: whole sequences, context-parallel or cached.
+        attend: Attention of the pass: whole sequences, context-parallel, cached or paged.
         tables: Rotary tables of this rank's tokens, by the mixers' `rotary`.
         score_tables: Weights of the tables of biases that layers share, by name.
         temperatures: Factors of the queries of this rank's tokens, by the mixers'

@@ -106,6 +106,17 @@ class SequenceAttend:
         """Never: nothing is kept."""
         return False
 
+    def latents(
+        self,
+        layer: AttendingLayer,
+        query: Tensor,
+        latent: Tensor,
+        turned: Tensor,
+        shared: ForwardContext,
+    ) -> Tensor:
+        """Attend to latents; see `Attend`."""
+        return self(layer, query, torch.cat((latent, turned), dim=-1), latent, shared)
+
     def __call__(
         self,
         layer: AttendingLayer,

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from mt_context_parallel import Algorithm, AttentionDropout
 from mt_fusions import ROPE
-from mt_kernels import AUTO, Choice, Selector
+from mt_kernels import Choice, Selector
 from mt_parallel_state import MatrixSpec, all_gather, copy_to_group, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from mt_model.attend.cached import CachedAttend
 from mt_model.attend.context import ForwardContext
-from mt_model.attend.kernels import attention, attention_choice, attention_selectors
-from mt_model.attend.scores import Scores
+from mt_model.attend.kernels import attention_choice, attention_selectors
 from mt_model.block.dropout import DropoutSite
 from mt_model.block.initial import start_from
 from mt_model.block.kv_rounding import rounded
@@ -71,7 +69,8 @@ class LatentAttention(nn.Module):
         self.softcap: float | None = None
         self.chunk: int | None = None
         self.scale: float | None = config.scale
-        self.default_scale = config.head_dim**-0.5
+        if config.scale is None:
+            self.scale = config.head_dim**-0.5
         self.widths = config.nope_head_dim, config.rope_head_dim
         self.rank, self.v_head_dim = config.kv_lora_rank, config.v_head_dim
         self.num_heads, self.first_head = heads, shard.tp_index * (heads // shard.tp)
@@ -140,8 +139,8 @@ class LatentAttention(nn.Module):
             table = shared.tables[self.rotary]
             pair = turning, turned
             turning, turned = self.rope.find(*pair, *table).function(*pair, *table)
-        if isinstance(shared.attend, CachedAttend):
-            mixed = self._absorbed(query, turning, latent[:, :, None], turned, shared.attend)
+        if shared.is_cached:
+            mixed = self._absorbed(query, turning, latent[:, :, None], turned, shared)
         else:
             latent = rounded(latent[:, :, None], self.kv_format)[:, :, 0]
             turned = rounded(turned, self.kv_format)
@@ -158,19 +157,12 @@ class LatentAttention(nn.Module):
         return copy_to_group(turned, self.group)
 
     def _absorbed(
-        self, query: Tensor, turning: Tensor, latent: Tensor, turned: Tensor, attend: CachedAttend
+        self, query: Tensor, turning: Tensor, latent: Tensor, turned: Tensor, shared: ForwardContext
     ) -> Tensor:
-        """Attend to a cache's latents: q (W_k c) = (q W_k) c, and W_v (p c)."""
-        attend.put(self.index, {"latent": latent, "turned": turned})
-        block, allowed = attend.view(self.window)
-        latents = attend.cache.read(self.index, "latent", latent.dtype, block)
-        rest = attend.cache.read(self.index, "turned", turned.dtype, block)
+        """Attend to latents: q (W_k c) = (q W_k) c, and W_v (p c)."""
         to_key, to_value = self._by_head().split((self.widths[0], self.v_head_dim), dim=1)
         query = torch.cat((torch.einsum("bsnd,ndr->bsnr", query, to_key), turning), dim=-1)
-        key = torch.cat((latents, rest), dim=-1)
-        scale = self.default_scale if self.scale is None else self.scale
-        scores = Scores(scale=scale, allowed=allowed)
-        mixed = attention(query, key, latents, scores, self.attending[AUTO])
+        mixed = shared.attend.latents(self, query, latent, turned, shared)
         return torch.einsum("bsnr,nvr->bsnv", mixed, to_value)
 
     def _by_head(self) -> Tensor:

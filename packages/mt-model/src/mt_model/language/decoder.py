@@ -12,10 +12,11 @@ from mt_files import check_type
 from mt_parallel_state import shard_param, sharding_of
 from torch import Tensor, nn
 
-from mt_model.attend.cache import KVCache
+from mt_model.attend.cache import KVCache, Pages
 from mt_model.attend.cached import CachedAttend
 from mt_model.attend.context import Attend, ForwardContext
 from mt_model.attend.padding import last_tokens, padding_as_document, positions_of
+from mt_model.attend.paged import PagedAttend
 from mt_model.block.entry import MixerConfig
 from mt_model.block.kv_rounding import RoundsKV, check_rounds
 from mt_model.block.losses import Losses, add_losses
@@ -25,7 +26,7 @@ from mt_model.language.head import LanguageHead
 from mt_model.language.mtp import Ahead, MTPModule
 from mt_model.language.pooled_head import PooledHead
 from mt_model.stack.batch import Batch, batch_of, check_batch, new_tokens, whole_of
-from mt_model.stack.cache_allocation import check_keeps, chosen_schemes, empty_cache
+from mt_model.stack.cache_allocation import check_keeps, chosen_schemes, empty_layers
 from mt_model.stack.config import StackConfig
 from mt_model.stack.layer import TransformerLayer
 from mt_model.stack.stack import Stack
@@ -128,7 +129,8 @@ class GPT(Stack["ModelConfig"]):
                 `sequence_labels`, the class of each row for a pooled head, where -100 does not
                 count; `memory` and `memory_mask` for cross-attention, whole on every rank; and for
                 generation this stage's own `cache`, with which the last stage returns only the
-                logits after the last token of each row.
+                logits after the last token of each row. With `slots` the tokens are one row of many
+                requests, the cache is `new_pages`, and there are logits of the scored tokens.
             labels: Next token after each token, int64; -100 does not count.
             sample_ids: Unique number of each training sample; needed with dropout in training.
 
@@ -194,14 +196,16 @@ class GPT(Stack["ModelConfig"]):
         self, x: Tensor, losses: Losses, batch: Batch
     ) -> Tensor | Losses | tuple[Tensor, Losses]:
         """Return the stage's result, from the output and the losses of its layers."""
-        generates = batch.get("cache") is not None
-        if generates:
-            batch["cache"].length += new_tokens(batch).shape[1]
+        cache, slots = batch.get("cache"), batch.get("slots")
+        if isinstance(cache, KVCache):
+            cache.length += new_tokens(batch).shape[1]
         if not self.has_head:
-            return (x, losses) if losses and not generates else x
+            return (x, losses) if losses and cache is None else x
+        if slots is not None:
+            return self.scores(x.index_select(1, slots.scored))
         if batch.get("labels") is not None:
             return {**self.loss(x, batch["labels"]), **self._pooled_loss(x, batch), **losses}
-        return self.scores(last_tokens(x, batch.get("mask")) if generates else x)
+        return self.scores(x if cache is None else last_tokens(x, batch.get("mask")))
 
     def _pooled_loss(self, x: Tensor, batch: Batch) -> Losses:
         if self.pooled_head is not None:
@@ -366,25 +370,54 @@ class GPT(Stack["ModelConfig"]):
             CalibrationError: The format has static scales, and `kv_schemes` has none of them.
         """
         limit = self.config.max_sequence_length
-        check_type("batch_size", batch_size, int)
         check_type("max_length", max_length, int)
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size} is not 1 or more")
         if not 0 < max_length <= limit:
             raise ValueError(
                 f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
             )
+        sizes = {"rows": batch_size, "length": max_length, "states": batch_size}
+        layers, formats = self._empty(kv_cache_dtype, sizes, batch_size=batch_size)
+        return KVCache(layers=layers, max_length=max_length, formats=formats)
+
+    def new_pages(
+        self, *, blocks: int, block_size: int, states: int, kv_cache_dtype: KVFormat | str = "auto"
+    ) -> Pages:
+        """Make empty pages for the tokens of many requests, on this model's device.
+
+        Args:
+            blocks: Number of blocks.
+            block_size: Number of tokens of a block.
+            states: Number of rows of recurrent states, one for each request that runs.
+            kv_cache_dtype: Format of keys and values, as in `new_cache`.
+
+        Raises:
+            QuantizationError: There is no such format, or no layer keeps keys and values.
+            CalibrationError: The format has static scales, and `kv_schemes` has none of them.
+        """
+        for index, mixer in self.generating().items():
+            if not mixer.token_cache or mixer.needs_memory:
+                raise NotImplementedError(
+                    f"the {type(mixer).__name__} of layer {index} has no pages; use new_cache()"
+                )
+        sizes = {"rows": blocks, "length": block_size, "states": states}
+        counts = {"blocks": blocks, "block_size": block_size, "states": states}
+        layers, formats = self._empty(kv_cache_dtype, sizes, **counts)
+        return Pages(layers=layers, block_size=block_size, formats=formats)
+
+    def _empty(
+        self, kv_cache_dtype: KVFormat | str, sizes: Mapping[str, int], **counts: int
+    ) -> tuple[dict[int, dict[str, Tensor]], dict[int, KVFormat]]:
+        """Return empty tensors of each layer, and the formats of those in low precision."""
+        for name, count in counts.items():
+            check_type(name, count, int)
+            if count < 1:
+                raise ValueError(f"{name}={count} is not 1 or more")
         schemes = dict(self.kv_schemes) if kv_cache_dtype == "auto" else {}
         if kv_cache_dtype not in ("auto", "full"):
             check_keeps(self.config.mixers.values(), kv_cache_dtype)
             schemes = chosen_schemes(kv_cache_dtype, self.generating(), self.kv_schemes)
-        return empty_cache(
-            self.generating(),
-            schemes,
-            batch_size=batch_size,
-            max_length=max_length,
-            shard=self.shard,
-        )
+        layers = empty_layers(self.generating(), schemes, **sizes, shard=self.shard)
+        return layers, {index: scheme.format for index, scheme in schemes.items()}
 
     def round_kv(self, formats: Mapping[int, KVFormat]) -> None:
         """Round keys and values in passes without a cache as a low-precision cache would.
@@ -414,9 +447,12 @@ class GPT(Stack["ModelConfig"]):
 
     def _positions(self, batch: Batch, length: int, device: torch.device) -> Tensor:
         """Check the length, and return the positions of this rank's tokens."""
-        cache = batch.get("cache")
+        cache, slots = batch.get("cache"), batch.get("slots")
         if cache is not None:
             self._check_whole_sequences("a cache")
+        if slots is not None:
+            return slots.positions if slots.positions.dim() == 1 else slots.positions[:, None]
+        if cache is not None:
             self._check_length(cache.length + length)
             if batch.get("documents") is not None:
                 raise ValueError("documents do not go with a cache; give one text in each row")
@@ -463,20 +499,22 @@ class GPT(Stack["ModelConfig"]):
             sample_ids, index = self._dropout(batch, length, device)
         documents, mask = whole_of(batch, "documents", length), batch.get("mask")
         attend: Attend = self.shard.context
-        if cache is not None:
-            places = cache.places(length, device)
-            attend = CachedAttend(cache=cache, places=places)
+        if isinstance(cache, Pages):
+            attend = PagedAttend(cache=cache, slots=batch["slots"])
+        elif cache is not None:
+            attend = CachedAttend(cache=cache, places=cache.places(length, device))
+            length += cache.length
         if mask is not None:
             documents = padding_as_document(mask, documents)
         return ForwardContext(
             attend=attend,
             score_tables=self._score_weights(),
-            tables=self._tables(positions, length if cache is None else cache.length + length),
+            tables=self._tables(positions, length),
             temperatures=self._temperatures(positions),
             documents=documents,
             sample_ids=sample_ids,
             hidden_index=index,
-            cache=cache,
+            cache=cache if isinstance(cache, KVCache) else None,
             memory=batch.get("memory"),
             memory_mask=batch.get("memory_mask"),
             saved=self._saved(device),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mt_model.attend.cache import KVCache
+from mt_model.attend.cache import KVCache, Pages
+from mt_model.attend.slots import Slots
 
 Batch: TypeAlias = Mapping[str, Any]
 _INTEGERS = (
@@ -104,9 +105,25 @@ def check_batch(batch: Batch) -> None:
         if x.shape != expected:
             raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
     _check_memory(batch.get("memory"), batch.get("memory_mask"))
-    cache = batch.get("cache")
-    if cache is not None and not isinstance(cache, KVCache):
-        raise TypeError(f"cache must be a KVCache, as new_cache() makes, got {cache!r}")
+    cache, slots = batch.get("cache"), batch.get("slots")
+    if cache is not None and not isinstance(cache, KVCache | Pages):
+        raise TypeError(f"cache must be a KVCache, as new_cache() makes, or pages, got {cache!r}")
+    if isinstance(cache, Pages) != isinstance(slots, Slots):
+        raise TypeError(
+            "pages of new_pages() and a Slots go together, as batch['cache'] and batch['slots']; "
+            f"got {type(cache).__name__} and {type(slots).__name__}"
+        )
+    if isinstance(slots, Slots):
+        _check_row(batch, slots, shape)
+
+
+def _check_row(batch: Batch, slots: Slots, shape: Sequence[int] | None) -> None:
+    for name in ("mask", "documents", "positions", "labels"):
+        if batch.get(name) is not None:
+            raise ValueError(f"batch has {name}, which slots say of each request; leave it out")
+    row = 1, slots.places.shape[0]
+    if shape is None or tuple(shape) != row:
+        raise ValueError(f"tokens must be one row, {list(row)}, as the slots say, got {shape}")
 
 
 def check_encoder_batch(batch: Batch) -> None:

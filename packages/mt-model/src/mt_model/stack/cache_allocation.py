@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mt_model.attend.cache import SCALE, KVCache
+from mt_model.attend.cache import SCALE
 from mt_model.block.entry import MixerConfig
 from mt_model.block.shard_context import ShardContext
 
@@ -58,21 +58,23 @@ def check_keeps(mixers: Iterable[MixerConfig], format: object) -> None:
     )
 
 
-def empty_cache(
+def empty_layers(
     mixers: Mapping[int, MixerConfig],
     schemes: Mapping[int, KVScheme],
     *,
-    batch_size: int,
-    max_length: int,
+    rows: int,
+    length: int,
+    states: int,
     shard: ShardContext,
-) -> KVCache:
-    """Make the cache of a stage.
+) -> dict[int, dict[str, Tensor]]:
+    """Make the tensors that the layers of a stage keep of tokens.
 
     Args:
         mixers: Mixers that keep something, by the layer's index.
         schemes: Schemes of the layers whose keys and values are kept in low precision.
-        batch_size: Number of rows.
-        max_length: Number of tokens that fit.
+        rows: Number of rows, or blocks.
+        length: Number of tokens of each.
+        states: Number of recurrent states.
         shard: This rank's share of the model.
 
     Raises:
@@ -82,7 +84,9 @@ def empty_cache(
     wide = torch.promote_types(shard.dtype, torch.float32)
     for index, mixer in mixers.items():
         scheme = schemes.get(index)
-        shapes = mixer.cache_shapes(batch_size, max_length, shard.tp)
+        shapes = dict(mixer.cache_shapes(states, length, shard.tp))
+        of_tokens = mixer.cache_shapes(rows, length, shard.tp)
+        shapes |= {name: of_tokens[name] for name in mixer.token_cache if name in of_tokens}
         dtypes = dict.fromkeys(shapes, shard.dtype) | dict.fromkeys(mixer.wide_cache, wide)
         if scheme is not None:
             dtypes |= dict.fromkeys(mixer.token_cache, scheme.format.dtype)
@@ -92,8 +96,7 @@ def empty_cache(
         }
         if scheme is not None:
             layers[index] |= dict(_scales(layers[index], index, mixer, scheme, shard))
-    formats = {index: scheme.format for index, scheme in schemes.items()}
-    return KVCache(layers=layers, max_length=max_length, formats=formats)
+    return layers
 
 
 def _scales(

@@ -1,0 +1,80 @@
+"""Attention to pages, for the tokens of many requests in one row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mt_model.attend.cache import Pages
+from mt_model.attend.kept import KeptAttend, View
+from mt_model.attend.seen import seen
+from mt_model.attend.slots import Group, Slots
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PagedAttend(KeptAttend):
+    """Causal attention of the tokens of many requests, each to the pages of its own.
+
+    It reads the blocks that a request holds, or those that a window reaches.
+
+    Attributes:
+        cache: Pages of this stage.
+        slots: Requests of the pass.
+    """
+
+    cache: Pages
+    slots: Slots
+    _views: dict[Any, list[View]] = field(default_factory=dict)
+
+    @property
+    def room(self) -> int:
+        """Number of tokens that a table has blocks for."""
+        return self.slots.tables.shape[1] * self.cache.block_size
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The requests in groups that one batch of operations serves."""
+        return self.slots.groups(self.cache.block_size)
+
+    def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
+        """Store the new tokens; see `KeptAttend`."""
+        for name, x in new.items():
+            self.cache.write(layer, name, x, self.slots.places)
+
+    def read(self, layer: int, name: str, dtype: torch.dtype, kept: Tensor | None) -> Tensor:
+        """Return the values of blocks; see `KeptAttend`."""
+        assert kept is not None, "a view of pages names its blocks"  # noqa: S101
+        return self.cache.read(layer, name, dtype, kept)
+
+    def views(self, window: int | None, chunk: int | None) -> list[View]:
+        """Return the view of each group, made once for equal layers."""
+        near = window if chunk is None else chunk
+        found = self._views.get((window, chunk))
+        if found is None:
+            found = self._views[window, chunk] = list(self._made(window, chunk, near))
+        return found
+
+    def _made(self, window: int | None, chunk: int | None, near: int | None) -> Iterator[View]:
+        size = self.cache.block_size
+        for group in self.groups:
+            slots, count = group.slots, group.count
+            device = slots.lengths.device
+            tables = group.of(slots.tables)
+            queries = group.of(slots.lengths)[:, None] - count + torch.arange(count, device=device)
+            queries = queries.clamp(min=0)  # a request that only fills up a row
+            blocks = torch.arange(group.blocks, device=device)
+            reach = group.blocks if near is None else (near + count - 3) // size + 2
+            if near is not None and reach < group.blocks:
+                first = (queries[:, :1] - near + 1).clamp(min=0).div(size, rounding_mode="floor")
+                blocks = first.clamp(max=group.blocks - reach) + blocks[:reach]
+                tables = tables.gather(1, blocks)
+            else:
+                blocks, tables = blocks.expand(len(tables), -1), tables[:, : group.blocks]
+            keys = (blocks[..., None] * size + torch.arange(size, device=device)).flatten(1)
+            allowed = seen(queries, keys, window, chunk=chunk)[:, None]
+            yield View(group, tables, allowed, queries, keys)

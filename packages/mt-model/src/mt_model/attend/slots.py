@@ -1,0 +1,151 @@
+"""The requests whose tokens one pass of generation has, in a row one behind the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Slots:
+    """The requests of a pass: their tokens in the row, their pages, and the scores they want.
+
+    All are integers on the model's device. A pass with one token of each request (T = R) has
+    static shapes on an accelerator, so that a CUDA graph can replay it: fill it up with requests
+    of one token whose place is in a block of nobody.
+
+    Attributes:
+        starts: Place in the row of each request's first token, then the number of tokens.
+        positions: Position of each token in its text; three for each with MRoPE.
+        places: Place of each token's key in the pages: block * block_size + offset.
+        tables: Blocks of each request in the order of its tokens; any valid block behind them.
+        lengths: Number of tokens that each request holds after this pass.
+        states: Row of each request's recurrent states.
+        scored: Places in the row of the tokens after which scores are wanted.
+        adapters: Adapter of each request; None for none.
+
+    Shape:
+        starts: [R + 1]; positions: [T] or [3, T]; places: [T]; tables: [R, P]; lengths, states,
+        adapters: [R]; scored: [L].
+    """
+
+    starts: Tensor
+    positions: Tensor
+    places: Tensor
+    tables: Tensor
+    lengths: Tensor
+    states: Tensor
+    scored: Tensor
+    adapters: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        rows, tokens = self.lengths.shape[0], self.places.shape[0]
+        wanted: dict[str, tuple[int, ...]] = {
+            "starts": (rows + 1,),
+            "positions": (*self.positions.shape[:-1], tokens),
+            "tables": (rows, *self.tables.shape[1:2]),
+            "states": (rows,),
+        }
+        for field in fields(self):
+            x = getattr(self, field.name)
+            if x is None:
+                continue
+            if x.is_floating_point() or x.dtype == torch.bool:
+                raise TypeError(f"slots.{field.name} must be integers, got {x.dtype}")
+            shape = wanted.get(field.name, tuple(x.shape))
+            if tuple(x.shape) != shape:
+                raise ValueError(
+                    f"slots.{field.name} must be {list(shape)} for {rows} requests and {tokens} "
+                    f"tokens, got {list(x.shape)}"
+                )
+
+    def groups(self, block_size: int) -> list[Group]:
+        """Return the requests in groups that one batch of operations serves.
+
+        A group has requests of equally many new tokens whose lengths are within twice of each
+        other, so that work follows the tokens held. Where shapes are static there is one group.
+
+        Args:
+            block_size: Number of tokens of a block.
+
+        Raises:
+            ValueError: A table is shorter than its request.
+        """
+        room = self.tables.shape[1]
+        rows, tokens = self.lengths.shape[0], self.places.shape[0]
+        if self.lengths.device.type != "cpu" and rows == tokens:
+            return [Group(slots=self, count=1, blocks=room)]
+        starts, lengths = self.starts.tolist(), self.lengths.tolist()
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for row, length in enumerate(lengths):
+            blocks, count = -(-length // block_size), starts[row + 1] - starts[row]
+            if blocks > room:
+                raise ValueError(
+                    f"slots.lengths[{row}] is {length}, and slots.tables has {room} blocks of "
+                    f"{block_size} tokens for a request; give it {blocks}"
+                )
+            if count:
+                found[count, (blocks - 1).bit_length()].append(row)
+        return [self._group(own, starts, lengths, block_size) for own in found.values()]
+
+    def _group(self, own: list[int], starts: list[int], lengths: list[int], size: int) -> Group:
+        count = starts[own[0] + 1] - starts[own[0]]
+        blocks = -(-max(lengths[row] for row in own) // size)
+        if len(own) * count == self.places.shape[0]:
+            return Group(slots=self, count=count, blocks=blocks)
+        device = self.places.device
+        first = torch.tensor([starts[row] for row in own], device=device)
+        tokens = first[:, None] + torch.arange(count, device=device)
+        rows = torch.tensor(own, device=device)
+        return Group(slots=self, count=count, blocks=blocks, rows=rows, tokens=tokens)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """Requests of a pass that have equally many new tokens.
+
+    Attributes:
+        slots: All requests of the pass.
+        count: Number of new tokens of each request.
+        blocks: Number of blocks that holds any of them.
+        rows: The requests; None for all.
+        tokens: Places of their tokens in the row; None for all.
+
+    Shape:
+        rows: [R]; tokens: [R, S].
+    """
+
+    slots: Slots
+    count: int
+    blocks: int
+    rows: Tensor | None = None
+    tokens: Tensor | None = None
+
+    def of(self, by_request: Tensor) -> Tensor:
+        """Return the entries of the group's requests."""
+        return by_request if self.rows is None else by_request.index_select(0, self.rows)
+
+    def take(self, row: Tensor) -> Tensor:
+        """Return the group's tokens of a row, by request: [1, T, ...] -> [R, S, ...]."""
+        x = row[0]
+        if self.tokens is not None:
+            x = x.index_select(0, self.tokens.flatten())
+        return x.unflatten(0, (-1, self.count))
+
+    def put(self, x: Tensor, row: Tensor | None) -> Tensor:
+        """Return a row with the group's tokens in place, [R, S, ...] -> [1, T, ...].
+
+        Args:
+            x: Features of the group's tokens.
+            row: Row with the tokens of other groups; None for none yet.
+        """
+        flat = x.flatten(0, 1)
+        if self.tokens is None:
+            return flat[None]
+        if row is None:
+            row = flat.new_zeros(1, self.slots.places.shape[0], *flat.shape[1:])
+        row[0].index_copy_(0, self.tokens.flatten(), flat)
+        return row

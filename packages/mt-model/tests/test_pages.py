@@ -1,0 +1,112 @@
+"""Requests in one row over pages, against each request alone without a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mt_model import GPT, AttentionConfig, LayerConfig, MLAConfig, MLPConfig, RopeConfig, Slots, gpt
+
+BLOCK, STATES = 4, 6
+SIZES = {"vocab_size": 48, "hidden_size": 32, "max_sequence_length": 32, "init_std": 0.3}
+HEADS = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+GROUPS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": RopeConfig()}
+MLA = MLAConfig(
+    num_heads=4, kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8, rope=RopeConfig()
+)
+
+
+def stack(*mixers):
+    return {"layers": [LayerConfig(mixer=m, feed_forward=MLPConfig(ffn_size=48)) for m in mixers]}
+
+
+MODELS = {
+    "gqa": {**HEADS, "qk_norm": "head"},
+    "window": {**HEADS, "window": 5},
+    "chunk": stack(AttentionConfig(**GROUPS, chunk=6)),
+    "sinks, cap": {**HEADS, "sinks": "learned", "softcap": 1.5, "attention_scale": 0.7},
+    "alibi": {**HEADS, "score_bias": {"type": "alibi"}, "positions": "none", "window": 7},
+    "relative": {**HEADS, "score_bias": {"type": "relative", "buckets": 6, "max_distance": 9}},
+    "learned": {**HEADS, "positions": "learned", "temperature": {"strength": 0.7, "interval": 3}},
+    "mla": stack(MLA, MLA),
+}
+PASSES = (  # new tokens of each request in each pass
+    {0: 7, 1: 3},
+    {0: 1, 2: 13, 1: 1},
+    {2: 1, 1: 1, 0: 1},
+    {3: 5, 0: 4, 2: 4, 1: 1},
+    {1: 9, 3: 2},
+)
+
+
+class Requests:
+    """Texts that take pages in an order that mixes them up."""
+
+    def __init__(self, texts):
+        self.texts, self.held = texts, [0] * len(texts)
+        self.blocks = [[] for _ in texts]
+        self.free = [(7 * i) % 37 for i in range(37)]
+
+    def slots(self, counts):
+        """Take the next tokens of some texts: their row and its slots."""
+        row, starts, positions, places = [], [0], [], []
+        for text, count in counts.items():
+            first = self.held[text]
+            self.held[text] += count
+            while len(self.blocks[text]) * BLOCK < self.held[text]:
+                self.blocks[text].append(self.free.pop())
+            own = range(first, self.held[text])
+            row += self.texts[text][first : self.held[text]].tolist()
+            positions += own
+            places += [self.blocks[text][i // BLOCK] * BLOCK + i % BLOCK for i in own]
+            starts.append(len(row))
+        most = max(len(self.blocks[text]) for text in counts)
+        tables = [self.blocks[text] + [0] * (most - len(self.blocks[text])) for text in counts]
+        return torch.tensor([row]), Slots(
+            starts=torch.tensor(starts),
+            positions=torch.tensor(positions),
+            places=torch.tensor(places),
+            tables=torch.tensor(tables),
+            lengths=torch.tensor([self.held[text] for text in counts]),
+            states=torch.tensor([STATES - 1 - text for text in counts]),
+            scored=torch.arange(len(row)),
+        )
+
+    def scores(self, model, pages, passes=PASSES):
+        """Run passes, and return the scores after each token of each text."""
+        found = [[] for _ in self.texts]
+        for counts in passes:
+            tokens, slots = self.slots(counts)
+            with torch.no_grad():
+                rows = model(None, {"tokens": tokens, "cache": pages, "slots": slots})[0]
+            for text, part in zip(counts, rows.split(list(counts.values())), strict=True):
+                found[text].append(part)
+        return [torch.cat(parts) for parts in found]
+
+
+def texts():
+    return torch.arange(4 * 24).view(4, 24).mul(7).remainder(47)
+
+
+def pages_of(model, kind="auto"):
+    return model.new_pages(blocks=37, block_size=BLOCK, states=STATES, kv_cache_dtype=kind)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_request_of_a_row_has_the_scores_that_it_has_alone(name):
+    model = GPT(gpt(**SIZES, **MODELS[name]), dtype=torch.float64, seed=3).eval()
+    requests = Requests(texts())
+    found = requests.scores(model, pages_of(model))
+    for text, own, held in zip(requests.texts, found, requests.held, strict=True):
+        alone = model.logits(text[None, :held])[0]
+        torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gqa", "int8"), ("window", "fp8"), ("mla", "int8")])
+def test_pages_of_codes_give_the_scores_of_a_cache_of_codes(name, kind):
+    model = GPT(gpt(**SIZES, **MODELS[name]), dtype=torch.float64, seed=3).eval()
+    requests = Requests(texts())
+    found = requests.scores(model, pages_of(model, kind))
+    for text, own, held in zip(requests.texts, found, requests.held, strict=True):
+        cache = model.new_cache(batch_size=1, max_length=held, kv_cache_dtype=kind)
+        alone = model.logits(text[None, :held], cache=cache)[0]
+        torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-12)
