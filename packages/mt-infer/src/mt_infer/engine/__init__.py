@@ -1,0 +1,1 @@
+"""The engine: many requests at once over pages of keys and values."""

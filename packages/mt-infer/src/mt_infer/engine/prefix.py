@@ -1,0 +1,89 @@
+"""The prefix cache: full blocks found by a hash of all tokens up to their end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+
+from mt_infer.engine.blocks import BlockPool
+from mt_infer.engine.request import Request
+
+
+def salt_of(
+    *, version: int, adapter: str | None = None, images: Iterable[bytes] = (), caller: str = ""
+) -> bytes:
+    """Return the start of a chain of keys.
+
+    Args:
+        version: Version of the weights.
+        adapter: Name of the adapter; None for none.
+        images: Digests of the images, in their order.
+        caller: Whom the blocks belong to; nobody else finds them.
+    """
+    return hashlib.sha256(repr((version, adapter, tuple(images), caller)).encode()).digest()
+
+
+def extend_keys(request: Request, full: int, block_size: int) -> None:
+    """Make a request's keys up to a number of blocks: SHA-256 of the key before and the tokens."""
+    keys, known = request.keys, len(request.keys)
+    if known >= full:
+        return
+    codes = np.asarray(
+        request.tokens[known * block_size : full * block_size], dtype="<i8"
+    ).tobytes()
+    edges = range(0, len(codes) + 1, 8 * block_size)
+    for start, end in pairwise(edges):
+        before = keys[-1] if keys else request.salt
+        keys.append(hashlib.sha256(before + codes[start:end]).digest())
+
+
+class PrefixCache:
+    """Full blocks of requests, found by later ones with the same beginning.
+
+    Args:
+        pool: The blocks.
+        block_size: Number of tokens of a block.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool, self._block_size = pool, block_size
+        self.hits = 0
+        self.asked = 0
+
+    def match(self, request: Request) -> list[int]:
+        """Return the cached blocks of a request's beginning; its last token is always computed."""
+        if not request.reads_cache:
+            return []
+        full = (len(request.tokens) - 1) // self._block_size
+        extend_keys(request, full, self._block_size)
+        found = []
+        for key in request.keys[:full]:
+            block = self._pool.find(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def count(self, matched: int, tokens: int) -> None:
+        """Count found tokens among those that a request brought, for the statistics."""
+        self.hits += matched * self._block_size
+        self.asked += tokens
+
+    def note(self, request: Request, before: int) -> None:
+        """Publish the blocks that a pass filled.
+
+        Args:
+            request: The request, after the pass.
+            before: Number of tokens that it held before the pass.
+        """
+        size = self._block_size
+        first, full = before // size, request.held // size
+        if first == full:
+            return
+        extend_keys(request, full, size)
+        for place in range(first, full):
+            block = self._pool.publish(request.table[place], request.keys[place])
+            request.table[place] = block

@@ -1,0 +1,219 @@
+"""The scheduler: which tokens of which requests the next pass computes, and in which blocks."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from mt_infer.engine.blocks import BlockPool
+from mt_infer.engine.prefix import PrefixCache
+from mt_infer.engine.request import Part, Request
+
+Drafter = Callable[[Request, int], list[int]]
+"""Guesses of up to a number of a request's next tokens."""
+
+
+class Scheduler:
+    """Requests that wait and requests that run, and the blocks of the latter.
+
+    A request is admitted when all of its tokens find blocks. A step of decoding may need one more;
+    if none is left, the running request that is served last gives its blocks back, waits, and
+    computes its tokens again later. The request that is served first never gives its own back, and
+    each alone fits, so all end. A request of a higher priority takes blocks from lower ones.
+
+    Args:
+        pool: The blocks.
+        block_size: Number of tokens of a block.
+        max_batch: Largest number of requests in a pass.
+        max_batch_tokens: Largest number of tokens in a pass.
+        prefix_cache: Whether requests start from blocks that others filled.
+        whole_prompts: Whether a prompt is one chunk, even a longer one than `max_batch_tokens`.
+        drafter: Guesses tokens that the pass verifies; None for none.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_batch: int,
+        max_batch_tokens: int,
+        prefix_cache: bool = True,
+        whole_prompts: bool = False,
+        drafter: Drafter | None = None,
+    ) -> None:
+        for name, value in {
+            "block_size": block_size,
+            "max_batch": max_batch,
+            "max_batch_tokens": max_batch_tokens,
+        }.items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: use 1 or more")
+        self.pool, self.block_size = pool, block_size
+        self.max_batch, self.max_batch_tokens = max_batch, max_batch_tokens
+        self.prefix = PrefixCache(pool, block_size) if prefix_cache else None
+        self._whole, self._drafter = whole_prompts, drafter
+        self._states = list(range(max_batch - 1, -1, -1))
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.evictions = 0
+
+    def __bool__(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> None:
+        """Take a request in.
+
+        Raises:
+            ValueError: It alone needs more blocks than there are.
+        """
+        needed = self._blocks(request.limit - 1)
+        if needed > self.pool.size:
+            raise ValueError(
+                f"a request of up to {request.limit} tokens needs {needed} blocks of "
+                f"{self.block_size} tokens, and there are {self.pool.size}; make the engine with "
+                "more blocks, or lower max_tokens"
+            )
+        insort(self.waiting, request, key=lambda each: each.rank)
+
+    def finish(self, request: Request, end: str) -> None:
+        """End a request, wherever it is, and take its blocks back."""
+        request.end = end
+        if request.state is None:
+            self.waiting.remove(request)
+        else:
+            self._take_back(request)
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline has passed, and return them."""
+        late = [each for each in chain(self.running, self.waiting) if each.deadline <= now]
+        for request in late:
+            self.finish(request, "deadline")
+        return late
+
+    def evict(self, request: Request) -> None:
+        """Let a running request wait, without its blocks."""
+        self._take_back(request)
+        self.evictions += 1
+        insort(self.waiting, request, key=lambda each: each.rank)
+
+    def plan(self) -> list[Part]:
+        """Return the parts of the next pass: steps of decoding first, then chunks of prompts."""
+        self._prefer_higher_priority()
+        running = sorted(self.running, key=lambda each: each.rank)
+        steps: set[Request] = set()
+        for request in running:
+            if request.pending == 1 and len(steps) < self.max_batch_tokens:
+                steps |= {request} if self._grow(request, steps) else set()
+        budget = self.max_batch_tokens - len(steps)
+        parts: list[Part] = []
+        for request in sorted(steps, key=lambda each: each.rank):
+            drafts = self._drafts(request, budget)
+            parts.append(Part(request=request, count=1, drafts=drafts))
+            budget -= len(drafts)
+        prompts = (each for each in running if each not in steps)
+        for request in chain(prompts, self._admitted()):
+            # One that was evicted above has no state; one that found no block waits for one.
+            if request.state is None or self._lacks(request):
+                continue
+            count = self._chunk(request, budget)
+            if not count:
+                break
+            parts.append(Part(request=request, count=count))
+            budget = max(0, budget - count)
+        return parts
+
+    def note(self, part: Part, chosen: list[int]) -> None:
+        """Record a pass of a part.
+
+        Args:
+            part: The part.
+            chosen: The new tokens: the first continues the request, and each further one follows
+                an accepted draft. None behind a chunk that doesn't reach the last token.
+        """
+        request, before = part.request, part.request.held
+        request.held += part.count + max(0, len(chosen) - 1)
+        request.tokens.extend(chosen)
+        if self.prefix is not None:
+            self.prefix.note(request, before)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def _lacks(self, request: Request) -> int:
+        """Return how many blocks a running request's tokens lack."""
+        return self._blocks(len(request.tokens)) - len(request.table)
+
+    def _chunk(self, request: Request, budget: int) -> int:
+        if not self._whole:
+            return min(request.pending, budget)
+        fits = request.pending <= budget or budget == self.max_batch_tokens
+        return request.pending if fits else 0
+
+    def _grow(self, request: Request, planned: set[Request]) -> bool:
+        """Give a request the block of its last token; evict requests that are served later."""
+        if request.state is None:
+            return False
+        missing = self._lacks(request)
+        while self.pool.free_blocks < missing:
+            later = [each for each in self.running if each.rank > request.rank]
+            victim = max(set(later) - planned, key=lambda each: each.rank, default=None)
+            if victim is None:
+                return False
+            self.evict(victim)
+        request.table += self.pool.take(missing)
+        return True
+
+    def _drafts(self, request: Request, budget: int) -> tuple[int, ...]:
+        """Return guesses that fit the budget, the request's limit and the free blocks."""
+        room = min(budget, request.limit - len(request.tokens) - 1)
+        if self._drafter is None or room < 1:
+            return ()
+        drafts = self._drafter(request, room)
+        free = len(request.table) + self.pool.free_blocks
+        drafts = drafts[: free * self.block_size - len(request.tokens)]
+        more = self._blocks(len(request.tokens) + len(drafts)) - len(request.table)
+        request.table += self.pool.take(max(0, more))
+        return tuple(drafts)
+
+    def _admitted(self) -> Iterator[Request]:
+        """Admit waiting requests in order, as long as the next one finds room."""
+        while self.waiting and len(self.running) < self.max_batch:
+            request = self.waiting[0]
+            matched = self.prefix.match(request) if self.prefix is not None else []
+            needed = self._blocks(len(request.tokens)) - len(matched)
+            idle = sum(self.pool.is_idle(block) for block in matched)
+            if needed > self.pool.free_blocks - idle:
+                return
+            del self.waiting[0]
+            self.pool.share(matched)
+            request.table = matched + self.pool.take(needed)
+            request.held = len(matched) * self.block_size
+            request.state = self._states.pop()
+            self.running.append(request)
+            if self.prefix is not None:
+                self.prefix.count(len(matched), len(request.tokens))
+            yield request
+
+    def _prefer_higher_priority(self) -> None:
+        """Evict requests of a lower priority than the first waiting one's, if that makes room."""
+        if not self.waiting:
+            return
+        first = self.waiting[0]
+        lower = [each for each in self.running if each.priority < first.priority]
+        needed = self._blocks(len(first.tokens))
+        own = sum(self.pool.references(block) == 1 for each in lower for block in each.table)
+        if not lower or needed > self.pool.free_blocks + own:
+            return
+        lower.sort(key=lambda each: each.rank)
+        while lower and (len(self.running) == self.max_batch or needed > self.pool.free_blocks):
+            self.evict(lower.pop())
+
+    def _take_back(self, request: Request) -> None:
+        assert request.state is not None, "only a running request has blocks"  # noqa: S101
+        self.running.remove(request)
+        self.pool.release(request.table)
+        self._states.append(request.state)
+        request.table, request.held, request.state = [], 0, None
