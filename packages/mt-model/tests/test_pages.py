@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mt_model import GPT, AttentionConfig, LayerConfig, MLAConfig, MLPConfig, RopeConfig, Slots, gpt
+from mt_model import (
+    GPT,
+    AttentionConfig,
+    DynamicScaling,
+    GatedDeltaNetConfig,
+    LayerConfig,
+    LongropeScaling,
+    Mamba2Config,
+    MLAConfig,
+    MLPConfig,
+    RopeConfig,
+    Slots,
+    gpt,
+)
 
 BLOCK, STATES = 4, 6
 SIZES = {"vocab_size": 48, "hidden_size": 32, "max_sequence_length": 32, "init_std": 0.3}
@@ -12,6 +25,10 @@ HEADS = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 GROUPS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "rope": RopeConfig()}
 MLA = MLAConfig(
     num_heads=4, kv_lora_rank=16, nope_head_dim=8, rope_head_dim=4, v_head_dim=8, rope=RopeConfig()
+)
+MAMBA = Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=4)
+DELTA = GatedDeltaNetConfig(
+    num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8, chunk_size=4
 )
 
 
@@ -28,6 +45,7 @@ MODELS = {
     "relative": {**HEADS, "score_bias": {"type": "relative", "buckets": 6, "max_distance": 9}},
     "learned": {**HEADS, "positions": "learned", "temperature": {"strength": 0.7, "interval": 3}},
     "mla": stack(MLA, MLA),
+    "hybrid": stack(MAMBA, AttentionConfig(**GROUPS), DELTA),
 }
 PASSES = (  # new tokens of each request in each pass
     {0: 7, 1: 3},
@@ -80,7 +98,7 @@ class Requests:
                 rows = model(None, {"tokens": tokens, "cache": pages, "slots": slots})[0]
             for text, part in zip(counts, rows.split(list(counts.values())), strict=True):
                 found[text].append(part)
-        return [torch.cat(parts) for parts in found]
+        return [torch.cat(parts) for parts in found if parts]
 
 
 def texts():
@@ -110,3 +128,51 @@ def test_pages_of_codes_give_the_scores_of_a_cache_of_codes(name, kind):
         cache = model.new_cache(batch_size=1, max_length=held, kv_cache_dtype=kind)
         alone = model.logits(text[None, :held], cache=cache)[0]
         torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("scaling", [
+    DynamicScaling(factor=4.0, original_length=8),
+    LongropeScaling(short_factor=(1.0,) * 4, long_factor=(1.0, 2.0, 3.0, 4.0), original_length=8),
+])  # fmt: skip
+def test_each_request_turns_by_its_own_length(scaling):
+    rope = RopeConfig(scaling=scaling)
+    model = GPT(gpt(**SIZES, **stack(AttentionConfig(**{**GROUPS, "rope": rope}))), seed=3).eval()
+    requests, passes = Requests(texts()), ({0: 3, 1: 12}, {2: 8, 1: 1, 0: 2}, {1: 3, 3: 11})
+    pages = pages_of(model)
+    found = requests.scores(model, pages, passes)
+    for text, own in enumerate(found):
+        cache, start, alone = model.new_cache(batch_size=1, max_length=16), 0, []
+        for count in (counts[text] for counts in passes if text in counts):
+            part = requests.texts[None, text, start : start + count]
+            alone.append(model.logits(part, cache=cache)[0])
+            start += count
+        torch.testing.assert_close(own, torch.cat(alone), rtol=1e-4, atol=1e-5)
+    if isinstance(scaling, LongropeScaling):
+        tokens, slots = requests.slots({0: 1, 2: 1})
+        with pytest.raises(ValueError, match="longrope"):
+            model(None, {"tokens": tokens, "cache": pages, "slots": slots})
+
+
+def test_a_pass_of_one_token_of_each_request_reads_no_number_on_an_accelerator():
+    model = GPT(gpt(**SIZES, **MODELS["hybrid"]), device="meta")
+    pages = pages_of(GPT(gpt(**SIZES, **MODELS["hybrid"])))
+    for index, tensors in pages.layers.items():
+        pages.layers[index] = {name: x.to("meta") for name, x in tensors.items()}
+    tokens, slots = Requests(texts()).slots({0: 1, 1: 1, 2: 1})
+    fields = {name: x.to("meta") for name, x in vars(slots).items() if x is not None}
+    batch = {"tokens": tokens.to("meta"), "cache": pages, "slots": Slots(**fields)}
+    assert model(None, batch).shape == (1, 3, 48)
+
+
+def test_a_copy_of_its_rows_goes_on_as_the_request_does():
+    model = GPT(gpt(**SIZES, **MODELS["hybrid"]), seed=3).eval()
+    requests, pages = Requests(texts()[:1].expand(2, -1)), pages_of(model, "int8")
+    requests.scores(model, pages, ({0: 7}, {0: 1}))
+    requests.held[1], requests.blocks[1] = 8, [30, 31]
+    requests.free = [block for block in requests.free if block not in (30, 31)]
+    for x in pages.tensors(states=False):
+        x[[30, 31]] = x[requests.blocks[0]]
+    for x in pages.tensors(states=True):
+        x[STATES - 2] = x[STATES - 1]
+    first, second = requests.scores(model, pages, ({0: 3, 1: 3},))
+    assert torch.equal(first, second)

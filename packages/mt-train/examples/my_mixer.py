@@ -38,11 +38,12 @@ class RunningMean(nn.Module):
         start_from(self.out.weight, "residual")
 
     def forward(self, x, shared):
-        total = self.up(x).cumsum(1)
-        number = torch.arange(1, total.shape[1] + 1, device=x.device).view(1, -1, 1)
-        kept = shared.kept(self.layer)  # in generation: sums over the tokens of earlier passes
-        if kept is not None:
-            total, number = total + kept["sum"].unsqueeze(1), number + kept["number"].unsqueeze(1)
-            kept["sum"].copy_(total[:, -1])
-            kept["number"].copy_(number[:, -1])
-        return self.out((total / number).to(total.dtype))
+        return self.out(shared.recur(self.layer, self.mean, self.up(x)))
+
+    def mean(self, x, held, documents):
+        total = x.cumsum(1)
+        number = torch.arange(1, x.shape[1] + 1, device=x.device).view(1, -1, 1)
+        if held is not None:  # in generation: sums over the tokens of earlier passes
+            total, number = total + held["sum"][:, None], number + held["number"][:, None]
+        kept = {"sum": total[:, -1], "number": number[:, -1].expand(len(x), -1)}
+        return (total / number).to(total.dtype), kept

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -64,9 +64,23 @@ class Pages(KeptTensors):
 
     Attributes:
         block_size: Number of tokens of a block.
+        states: Names of the tensors of each layer that have a row for each request, by index;
+            others have a row for each block.
     """
 
     block_size: int
+    states: Mapping[int, Collection[str]] = field(default_factory=dict)
+
+    def tensors(self, *, states: bool) -> Iterator[Tensor]:
+        """Yield the tensors whose rows are blocks, or those whose rows are recurrent states.
+
+        Rows may be copied, within the pages or to host memory and back.
+        """
+        for index, tensors in self.layers.items():
+            for name, x in tensors.items():
+                is_static = name.endswith(SCALE) and self.formats[index].is_static
+                if (name in self.states.get(index, ())) == states and not is_static:
+                    yield x
 
     def write(self, layer: int, name: str, x: Tensor, places: Tensor) -> None:
         """Store a layer's tensor for new tokens; low precision rounds it here, once.

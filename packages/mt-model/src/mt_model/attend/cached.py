@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mt_model.attend.cache import KVCache
+from mt_model.attend.context import ForwardContext, Recurrence
 from mt_model.attend.kept import KeptAttend, View
 from mt_model.attend.padding import positions_of
 from mt_model.attend.seen import seen
@@ -44,6 +45,28 @@ class CachedAttend(KeptAttend):
     def read(self, layer: int, name: str, dtype: torch.dtype, kept: Tensor | None) -> Tensor:
         """Return the values at some places; see `KeptAttend`."""
         return self.cache.read(layer, name, dtype, kept)
+
+    def recur(
+        self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext
+    ) -> Tensor:
+        """Run a recurrent layer from the kept state, zeros before the first token; see `Attend`.
+
+        Raises:
+            ValueError: There is padding after the first tokens, which a state can't leave out.
+        """
+        held, tokens = self.cache.layers[layer], shared.documents
+        if tokens is not None and not (tokens if self.cache.length else tokens[:, -1]).all():
+            raise ValueError(
+                f"layer {layer} keeps a state of the tokens, and the mask has padding behind some "
+                "of them; put all padding in front, and give no more of it later"
+            )
+        if self.cache.length == 0:
+            for tensor in held.values():
+                tensor.zero_()
+        found, kept = run(*inputs, held, tokens)
+        for name, tensor in kept.items():
+            held[name].copy_(tensor.detach())
+        return found
 
     def views(self, window: int | None, chunk: int | None) -> list[View]:
         """Return one view of all queries, made once for equal layers."""

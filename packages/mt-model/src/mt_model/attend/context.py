@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from mt_context_parallel import Algorithm, AttentionDropout
 from mt_kernels import Selector
@@ -16,6 +16,10 @@ from mt_model.recompute.saved_activations import SavedActivations
 from mt_model.rope.config import Rotary
 from mt_model.rope.rotary import RotaryTable
 from mt_model.rope.temperature import TemperatureConfig
+
+Held: TypeAlias = Mapping[str, Any]
+"""Tensors that a recurrent layer keeps of each text, by the names of `cache_shapes`."""
+Recurrence: TypeAlias = Callable[..., tuple[Tensor, Held]]
 
 
 class AttendingLayer(Protocol):
@@ -102,6 +106,12 @@ class Attend(Protocol):
         """
         ...
 
+    def recur(
+        self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext
+    ) -> Tensor:
+        """Run a recurrent layer; see `ForwardContext.recur`."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
@@ -173,24 +183,20 @@ class ForwardContext:
             return self.documents
         return chunk_documents(self.documents, chunk, like=like, length=length)
 
-    def kept(self, layer: int) -> Mapping[str, Tensor] | None:
-        """Return the state of a recurrent layer in generation; zeros before the first token.
+    def recur(self, layer: int, run: Recurrence, *inputs: Tensor) -> Tensor:
+        """Run a recurrent layer over each text of the pass, and keep its state in generation.
 
-        Raises:
-            ValueError: There is padding after the first tokens, which a state can't leave out.
+        Args:
+            layer: Layer index in the whole model.
+            run: Function of the inputs, the tensors kept of the tokens before (None where nothing
+                is kept) and the ids of packed documents (or None). It returns the output and the
+                tensors to keep, by the names of `cache_shapes`.
+            inputs: Features of the pass's tokens.
+
+        Shape:
+            inputs: [B, S, ...]. Returns [B, S, ...]; `run` may be called with other B and S.
         """
-        if self.cache is None:
-            return None
-        held, tokens = self.cache.layers[layer], self.documents
-        if tokens is not None and not (tokens if self.cache.length else tokens[:, -1]).all():
-            raise ValueError(
-                f"layer {layer} keeps a state of the tokens, and the mask has padding behind some "
-                "of them; put all padding in front, and give no more of it later"
-            )
-        if self.cache.length == 0:
-            for tensor in held.values():
-                tensor.zero_()
-        return held
+        return self.attend.recur(layer, run, inputs, self)
 
     @property
     def is_cached(self) -> bool:

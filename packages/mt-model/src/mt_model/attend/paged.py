@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mt_model.attend.cache import Pages
+from mt_model.attend.context import ForwardContext, Recurrence
 from mt_model.attend.kept import KeptAttend, View
 from mt_model.attend.seen import seen
 from mt_model.attend.slots import Group, Slots
@@ -41,6 +42,11 @@ class PagedAttend(KeptAttend):
         """The requests in groups that one batch of operations serves."""
         return self.slots.groups(self.cache.block_size)
 
+    @cached_property
+    def by_count(self) -> list[Group]:
+        """The requests in groups of equally many new tokens, whatever their lengths."""
+        return self.slots.groups(self.room)
+
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
         """Store the new tokens; see `KeptAttend`."""
         for name, x in new.items():
@@ -50,6 +56,23 @@ class PagedAttend(KeptAttend):
         """Return the values of blocks; see `KeptAttend`."""
         assert kept is not None, "a view of pages names its blocks"  # noqa: S101
         return self.cache.read(layer, name, dtype, kept)
+
+    def recur(
+        self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext
+    ) -> Tensor:
+        """Run a recurrent layer from each request's row of the states; see `Attend`."""
+        del shared
+        held, found = self.cache.layers[layer], None
+        for group in self.by_count:
+            rows, lengths = group.of(self.slots.states), group.of(self.slots.lengths)
+            first = lengths <= group.count  # no token before: the row may be another request's
+            before = {name: _zeroed(x.index_select(0, rows), first) for name, x in held.items()}
+            out, kept = run(*map(group.take, inputs), before, None)
+            for name, x in kept.items():
+                held[name].index_copy_(0, rows, x.detach().to(held[name].dtype))
+            found = group.put(out, found)
+        assert found is not None, "a pass has tokens"  # noqa: S101
+        return found
 
     def views(self, window: int | None, chunk: int | None) -> list[View]:
         """Return the view of each group, made once for equal layers."""
@@ -78,3 +101,8 @@ class PagedAttend(KeptAttend):
             keys = (blocks[..., None] * size + torch.arange(size, device=device)).flatten(1)
             allowed = seen(queries, keys, window, chunk=chunk)[:, None]
             yield View(group, tables, allowed, queries, keys)
+
+
+def _zeroed(x: Tensor, where: Tensor) -> Tensor:
+    """Return rows with zeros in place of some."""
+    return x.masked_fill(where.view(-1, *(1,) * (x.dim() - 1)), 0)

@@ -62,6 +62,11 @@ class Slots:
                     f"tokens, got {list(x.shape)}"
                 )
 
+    def lengths_by_token(self) -> Tensor:
+        """Return the length of each token's request, [T]."""
+        counts, tokens = self.starts.diff(), self.places.shape[0]
+        return self.lengths.repeat_interleave(counts, output_size=tokens)
+
     def groups(self, block_size: int) -> list[Group]:
         """Return the requests in groups that one batch of operations serves.
 

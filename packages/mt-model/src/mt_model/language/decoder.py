@@ -12,11 +12,12 @@ from mt_files import check_type
 from mt_parallel_state import shard_param, sharding_of
 from torch import Tensor, nn
 
-from mt_model.attend.cache import KVCache, Pages
+from mt_model.attend.cache import SCALE, KVCache, Pages
 from mt_model.attend.cached import CachedAttend
 from mt_model.attend.context import Attend, ForwardContext
 from mt_model.attend.padding import last_tokens, padding_as_document, positions_of
 from mt_model.attend.paged import PagedAttend
+from mt_model.attend.slots import Slots
 from mt_model.block.entry import MixerConfig
 from mt_model.block.kv_rounding import RoundsKV, check_rounds
 from mt_model.block.losses import Losses, add_losses
@@ -395,14 +396,19 @@ class GPT(Stack["ModelConfig"]):
             CalibrationError: The format has static scales, and `kv_schemes` has none of them.
         """
         for index, mixer in self.generating().items():
-            if not mixer.token_cache or mixer.needs_memory:
+            if mixer.needs_memory:
                 raise NotImplementedError(
                     f"the {type(mixer).__name__} of layer {index} has no pages; use new_cache()"
                 )
         sizes = {"rows": blocks, "length": block_size, "states": states}
         counts = {"blocks": blocks, "block_size": block_size, "states": states}
         layers, formats = self._empty(kv_cache_dtype, sizes, **counts)
-        return Pages(layers=layers, block_size=block_size, formats=formats)
+        of_tokens = {i: mixer.token_cache for i, mixer in self.generating().items()}
+        rows = {
+            i: [name for name in tensors if name.removesuffix(SCALE) not in of_tokens[i]]
+            for i, tensors in layers.items()
+        }
+        return Pages(layers=layers, block_size=block_size, formats=formats, states=rows)
 
     def _empty(
         self, kv_cache_dtype: KVFormat | str, sizes: Mapping[str, int], **counts: int
@@ -451,6 +457,7 @@ class GPT(Stack["ModelConfig"]):
         if cache is not None:
             self._check_whole_sequences("a cache")
         if slots is not None:
+            self._check_lengths(slots)
             return slots.positions if slots.positions.dim() == 1 else slots.positions[:, None]
         if cache is not None:
             self._check_length(cache.length + length)
@@ -461,13 +468,7 @@ class GPT(Stack["ModelConfig"]):
                     f"{cache.length + length} tokens are more than the cache holds "
                     f"({cache.max_length}); allocate it with a larger max_length"
                 )
-            end = self.config.cache_break(cache.length, cache.length + length)
-            if end is not None:
-                raise ValueError(
-                    f"the cache holds {cache.length} tokens, and keys made in sequences of up to "
-                    f"{end} do not serve {cache.length + length}: the factors of longrope change "
-                    "there. Make a new cache, and give all tokens again"
-                )
+            self._check_break(cache.length, cache.length + length)
             self._note_padding(cache, whole_of(batch, "mask", length))
             places = cache.places(length, device)
             mask = cache.mask
@@ -481,6 +482,25 @@ class GPT(Stack["ModelConfig"]):
         if mask is None:
             return places
         return positions_of(mask).clamp(min=0).index_select(1, places)
+
+    def _check_break(self, held: int, length: int) -> None:
+        end = self.config.cache_break(held, length)
+        if end is not None:
+            raise ValueError(
+                f"the cache holds {held} tokens, and keys made in sequences of up to {end} do not "
+                f"serve {length}: the factors of longrope change there. Make a new cache, and give "
+                "all tokens again"
+            )
+
+    def _check_lengths(self, slots: Slots) -> None:
+        """Check what each request holds, where reading it waits for no device or has to be."""
+        breaks = self.config.cache_break(1, self.config.max_sequence_length) is not None
+        if slots.lengths.device.type != "cpu" and not breaks:
+            return
+        lengths, counts = slots.lengths.tolist(), slots.starts.diff().tolist()
+        self._check_length(max(lengths))
+        for length, count in zip(lengths, counts, strict=True):
+            self._check_break(length - count, length)
 
     def _note_padding(self, cache: KVCache, mask: Tensor | None) -> None:
         for index, mixer in self.generating().items():
@@ -499,17 +519,19 @@ class GPT(Stack["ModelConfig"]):
             sample_ids, index = self._dropout(batch, length, device)
         documents, mask = whole_of(batch, "documents", length), batch.get("mask")
         attend: Attend = self.shard.context
+        whole: int | Tensor = length
         if isinstance(cache, Pages):
             attend = PagedAttend(cache=cache, slots=batch["slots"])
+            whole = batch["slots"].lengths_by_token()
         elif cache is not None:
             attend = CachedAttend(cache=cache, places=cache.places(length, device))
-            length += cache.length
+            whole = cache.length + length
         if mask is not None:
             documents = padding_as_document(mask, documents)
         return ForwardContext(
             attend=attend,
             score_tables=self._score_weights(),
-            tables=self._tables(positions, length),
+            tables=self._tables(positions, whole),
             temperatures=self._temperatures(positions),
             documents=documents,
             sample_ids=sample_ids,

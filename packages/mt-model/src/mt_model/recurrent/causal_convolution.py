@@ -168,7 +168,7 @@ class CausalConvolution(nn.Module):
 
     Shape:
         weight: [*channels, taps]; bias: [*channels]; forward(x): [B, S, product of channels] ->
-        the same.
+        the same, and [B, taps - 1, product of channels].
     """
 
     def __init__(
@@ -183,22 +183,24 @@ class CausalConvolution(nn.Module):
         for param in self.parameters():
             start_from(param, initial)
 
-    def forward(self, x: Tensor, *, tail: Tensor | None, segments: Tensor | None) -> Tensor:
-        """Convolve.
+    def forward(
+        self, x: Tensor, *, tail: Tensor | None, segments: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolve, and return the tokens to keep for the next call.
 
         Args:
             x: Tokens.
-            tail: Tokens before; the tokens to keep for the next call are written there.
+            tail: Tokens before; None where none are kept.
             segments: Document numbers, as `segments_of` returns them.
         """
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
         y = silu_convolution(x, weight, bias, before=tail, segments=segments)
-        if tail is not None:
-            last = with_tail(x.detach(), tail, self.taps)[:, x.shape[1] :]
-            if segments is not None:
-                first = segments[:, :1].expand(-1, self.taps - 1)
-                known = torch.cat((first, segments), 1)[:, x.shape[1] :]
-                last = last * (known == segments[:, -1:])[..., None]
-            tail.copy_(last)
-        return y
+        if tail is None:
+            return y, None
+        last = with_tail(x.detach(), tail, self.taps)[:, x.shape[1] :]
+        if segments is not None:
+            first = segments[:, :1].expand(-1, self.taps - 1)
+            known = torch.cat((first, segments), 1)[:, x.shape[1] :]
+            last = last * (known == segments[:, -1:])[..., None]
+        return y, last

@@ -10,7 +10,7 @@ from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from mt_model.attend.context import ForwardContext
+from mt_model.attend.context import ForwardContext, Held
 from mt_model.block.initial import Uniform, start_from
 from mt_model.block.recomputation import discard_between
 from mt_model.block.shard_context import ShardContext
@@ -104,34 +104,33 @@ class GatedDeltaNet(nn.Module):
         *qkv, gate = self.config.parts
         mixed, gate = qkvz.split((sum(qkv), gate), -1)
         gate = gate.flatten(2).unflatten(-1, (self.heads, -1))
-        y = self._remember(mixed, ba, shared)
+        y = shared.recur(self.index, self._remember, mixed, ba)
         if "norm" in self.shard.recomputed:
             return discard_between(self.norm, self.out, y, gate)
         return self.out(self.norm(y, gate))
 
-    def _remember(self, qkv: Tensor, ba: Tensor, shared: ForwardContext) -> Tensor:
+    def _remember(
+        self, qkv: Tensor, ba: Tensor, held: Held | None, documents: Tensor | None
+    ) -> tuple[Tensor, Held]:
         """Convolve, and run the delta rule.
 
         Shape:
             qkv: [B, S, key_heads, 2 key_dim + values value_dim]; ba: [B, S, key_heads, 2 values].
             Returns [B, S, value_heads, value_dim], in fp32 (fp64 for fp64).
         """
-        config, kept = self.config, shared.kept(self.index)
-        segments, held = segments_of(shared.documents), kept or {}
-        flat = self.conv(qkv.flatten(2), tail=held.get("qkv"), segments=segments)
+        config, segments, before = self.config, segments_of(documents), held or {}
+        flat, last = self.conv(qkv.flatten(2), tail=before.get("qkv"), segments=segments)
         query, key, value = flat.view(qkv.shape).split(config.parts[:3], -1)
         query, key = l2_norm(query) * config.key_dim**-0.5, l2_norm(key)
         value = value.unflatten(-1, (-1, config.value_dim)).flatten(2, 3)
         b, a = (part.flatten(2) for part in ba.chunk(2, -1))
         log_decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
         steps = DeltaSteps(query, key, value, log_decay, b.sigmoid())
-        if kept is not None and qkv.shape[1] == 1:
+        if held is not None and qkv.shape[1] == 1:
             token = DeltaSteps(*(part[:, 0] for part in steps))
-            y, state = delta_rule_step(token, kept["state"])
+            y, state = delta_rule_step(token, held["state"])
             y = y[:, None]
         else:
-            state, size = held.get("state"), config.chunk_size
+            state, size = before.get("state"), config.chunk_size
             y, state = delta_rule(steps, chunk_size=size, state=state, segments=segments)
-        if kept is not None:
-            kept["state"].copy_(state.detach())
-        return y
+        return y, {} if held is None else {"qkv": last, "state": state}

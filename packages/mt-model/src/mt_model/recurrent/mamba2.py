@@ -11,7 +11,7 @@ from mt_parallel_state import MatrixSpec, all_gather, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
-from mt_model.attend.context import ForwardContext
+from mt_model.attend.context import ForwardContext, Held
 from mt_model.block.initial import Uniform, start_from
 from mt_model.block.recomputation import discard_between
 from mt_model.block.shard_context import ShardContext
@@ -122,7 +122,7 @@ class Mamba2(nn.Module):
         """Mix the tokens."""
         x = self.shard.enter(x)
         gate, u = self.zx(x).unbind(2)
-        y = self._scan(u, self.bc(x), self.dt(x), shared).flatten(2)
+        y = shared.recur(self.index, self._scan, u, self.bc(x), self.dt(x)).flatten(2)
         y, gate = (part.unflatten(-1, (self.groups, -1)) for part in (y, gate.flatten(2)))
         if "norm" in self.shard.recomputed:
             return discard_between(self.norm, self._back, y, gate)
@@ -131,37 +131,38 @@ class Mamba2(nn.Module):
     def _back(self, y: Tensor) -> Tensor:
         return self.out(y.flatten(2).unflatten(-1, (self.heads, -1)))
 
-    def _scan(self, x: Tensor, bc: Tensor, dt: Tensor, shared: ForwardContext) -> Tensor:
+    def _scan(
+        self, x: Tensor, bc: Tensor, dt: Tensor, held: Held | None, documents: Tensor | None
+    ) -> tuple[Tensor, Held]:
         """Convolve, run the state space and add the skip.
 
         Shape:
             x: [B, S, heads, head_dim]; bc: [B, S, 2, groups, state]; dt: [B, S, heads]. Returns
             the shape of x, in fp32 (fp64 for fp64).
         """
-        config, kept = self.config, shared.kept(self.index)
-        segments, held = segments_of(shared.documents), kept or {}
-        u = self.conv_x(x.flatten(2), tail=held.get("x"), segments=segments).view_as(x)
-        bc = self.conv_bc(bc.flatten(2), tail=held.get("bc"), segments=segments).view_as(bc)
+        config, segments, before = self.config, segments_of(documents), held or {}
+        u, last_x = self.conv_x(x.flatten(2), tail=before.get("x"), segments=segments)
+        both, last_bc = self.conv_bc(bc.flatten(2), tail=before.get("bc"), segments=segments)
+        u, bc = u.view_as(x), both.view_as(bc)
         if self.shares_groups:
             own = self.shard.tp_index * config.num_groups // self.shard.tp
             bc = all_gather(bc, self.shard.group, dim=4)[:, :, :, own : own + 1]
         b, c = bc.unbind(2)
         dt = F.softplus(dt + self.dt_bias).clamp(config.min_dt, config.max_dt)
         rate, skip = -self.A_log.exp(), self.D[:, None] * u
-        if kept is not None and x.shape[1] == 1:
+        if held is not None and x.shape[1] == 1:
             token = SsdSteps(u[:, 0], dt[:, 0], rate, b[:, 0], c[:, 0])
-            y, state = ssd_step(token, kept["state"])
+            y, state = ssd_step(token, held["state"])
             y = y[:, None]
         else:
             y, state = ssd(
                 SsdSteps(u, dt, rate, b, c),
                 chunk_size=config.chunk_size,
-                state=held.get("state"),
+                state=before.get("state"),
                 segments=segments,
             )
-        if kept is not None:
-            kept["state"].copy_(state.detach())
-        return y + skip
+        kept = {} if held is None else {"x": last_x, "bc": last_bc, "state": state}
+        return y + skip, kept
 
 
 def initial_dt_bias(config: Mamba2Config) -> Uniform:

@@ -38,8 +38,20 @@ class AngleStore:
     def __init__(self) -> None:
         self._held: dict[Rotary, tuple[tuple[float, ...], Tensor]] = {}
 
-    def __call__(self, rotary: Rotary, length: int, device: torch.device) -> Tensor:
-        """Return the angles for sequences of a length, in fp64."""
+    def __call__(self, rotary: Rotary, length: int | Tensor, device: torch.device) -> Tensor:
+        """Return the angles for sequences of a length, or of one for each token, in fp64.
+
+        Shape:
+            length: [T]. Returns [pairs], or [T, pairs] where tokens differ.
+        """
+        if isinstance(length, Tensor):
+            scaling = rotary.rope.scaling
+            lengths = length.tolist() if scaling is not None and scaling.by_length else [1]
+            by_length = {each: rotary.angles(each) for each in set(lengths)}
+            if len(set(by_length.values())) > 1:
+                rows = [by_length[each] for each in lengths]
+                return torch.tensor(rows, dtype=torch.float64, device=device)
+            length = lengths[0]
         values = tuple(rotary.angles(length))
         held = self._held.get(rotary)
         if held is None or held[0] != values or held[1].device != device:
@@ -54,7 +66,7 @@ def rotary_table(
     positions: Tensor,
     rotary: Rotary,
     *,
-    length: int,
+    length: int | Tensor,
     dtype: torch.dtype,
     angles: AngleStore | None = None,
 ) -> RotaryTable:
@@ -63,12 +75,14 @@ def rotary_table(
     Args:
         positions: Positions of the tokens.
         rotary: Rotary embedding and head size.
-        length: Length of the whole sequence, for scalings that depend on it.
+        length: Length of the whole sequence, for scalings that depend on it; or that of each
+            token's sequence.
         dtype: Dtype of the table.
         angles: Store of the angles, which stay the same from pass to pass.
 
     Shape:
-        positions: [S], [B, S] where rows differ, or [3, B, S] for a rope with sections.
+        positions: [S], [B, S] where rows differ, or [3, B, S] for a rope with sections; length:
+            [S].
 
     Raises:
         ValueError: There are three positions for each token, and the rope has no sections.

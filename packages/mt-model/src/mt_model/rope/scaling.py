@@ -37,6 +37,9 @@ class RopeScaling(ABC):
             length: Length of the sequence in tokens.
         """
 
+    by_length: ClassVar[bool] = False
+    """Whether the angles depend on the length."""
+
     @property
     def magnitude(self) -> float:
         """Factor of cosines and sines."""
@@ -90,6 +93,7 @@ class DynamicScaling(RopeScaling):
     """
 
     type_name: ClassVar[str] = "dynamic"
+    by_length: ClassVar[bool] = True
 
     factor: float
     original_length: int
@@ -257,6 +261,7 @@ class LongropeScaling(RopeScaling):
     """
 
     type_name: ClassVar[str] = "longrope"
+    by_length: ClassVar[bool] = True
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]

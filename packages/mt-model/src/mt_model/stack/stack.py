@@ -513,7 +513,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
             return None
         return SavedActivations(self.plan, device, self._kept)
 
-    def _tables(self, positions: Tensor, length: int) -> dict[Rotary, RotaryTable]:
+    def _tables(self, positions: Tensor, length: int | Tensor) -> dict[Rotary, RotaryTable]:
         """Return the rotary tables of this stage's layers; equal ones are made once."""
         mixers = (layer.config.mixer for layer in self.built_layers())
         kinds = {mixer.rotary for mixer in mixers if mixer is not None}
