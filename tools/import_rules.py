@@ -7,7 +7,7 @@ from functools import cache
 from importlib.metadata import packages_distributions
 
 from packaging.utils import canonicalize_name
-from source_imports import Import, imports_of, tree_of
+from source_imports import LAZY, Import, imports_of, is_lazy, is_typing, tree_of
 from workspace import TEST_ONLY, Package, Problem, Workspace
 
 
@@ -25,7 +25,7 @@ def check_imports(workspace: Workspace) -> Iterator[Problem]:
 
 
 def check_public_names(workspace: Workspace) -> Iterator[Problem]:
-    """`__all__` of each package names exactly what its `__init__` offers."""
+    """The public names of each package are exactly what its `__init__` offers."""
     for package in workspace.packages:
         path = package.source / "__init__.py"
         if not path.is_file():
@@ -35,8 +35,8 @@ def check_public_names(workspace: Workspace) -> Iterator[Problem]:
         if listed is None:
             yield Problem(
                 where=package.where(path),
-                what="no literal __all__",
-                fix="List every public name in __all__",
+                what="no public names",
+                fix=f"Import each as itself (`import X as X`), with `{LAZY}`, or state __all__",
             )
             continue
         for name in sorted({name for name in listed if listed.count(name) > 1}):
@@ -55,7 +55,7 @@ def check_public_names(workspace: Workspace) -> Iterator[Problem]:
                 yield Problem(
                     where=package.where(path),
                     what=f"public name {name} is not in __all__",
-                    fix=f"Add {name} to __all__, or rename it to _{name}",
+                    fix=f"Import it as itself, add it to __all__, or rename it to _{name}",
                 )
 
 
@@ -137,7 +137,10 @@ def _installed() -> Mapping[str, list[str]]:
 
 
 def listed_names(tree: ast.Module) -> list[str] | None:
-    """Return the names of a literal `__all__`; None without one."""
+    """Return the names of a literal `__all__`, or those imported as themselves for `resolve_later`.
+
+    None if the module does neither.
+    """
     for node in tree.body:
         match node:
             case (
@@ -145,14 +148,23 @@ def listed_names(tree: ast.Module) -> list[str] | None:
                 | ast.AnnAssign(target=ast.Name(id="__all__"), value=ast.List(elts=names))
             ) if all(isinstance(name, ast.Constant) for name in names):
                 return [str(name.value) for name in names if isinstance(name, ast.Constant)]
-    return None
+    if not is_lazy(tree):
+        return None
+    froms = [node for node in _statements(tree) if isinstance(node, ast.ImportFrom)]
+    return [alias.name for node in froms for alias in node.names if alias.asname == alias.name]
+
+
+def _statements(tree: ast.Module) -> list[ast.stmt]:
+    """The statements of a module, with those under TYPE_CHECKING if they run at first use."""
+    typing = [node for node in tree.body if isinstance(node, ast.If) and is_typing(node)]
+    return tree.body + [each for node in typing if is_lazy(tree) for each in node.body]
 
 
 def _bound_names(tree: ast.Module, package: str) -> tuple[set[str], set[str]]:
     """The names a module binds, and those of them it offers: defined in `package`, not imported."""
     bound: set[str] = set()
     imported: set[str] = set()
-    for node in tree.body:
+    for node in _statements(tree):
         match node:
             case ast.Import(names=names):
                 imported |= {alias.asname or alias.name.partition(".")[0] for alias in names}

@@ -72,7 +72,7 @@ def _imports_in(path: Path, folder: Path, changed: tuple[int, int]) -> list[Impo
     tree, name = tree_of(path), module_name(path, folder)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     constants = _constants(tree) | {"__name__": name, "__package__": package}
-    is_lazy = any(ast.unparse(statement) == LAZY for statement in tree.body)
+    lazy = is_lazy(tree)
 
     def found(node: ast.AST, *, optional: bool, typing: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -86,11 +86,11 @@ def _imports_in(path: Path, folder: Path, changed: tuple[int, int]) -> list[Impo
                     typing=typing,
                     string=string,
                 )
-            inner = _is_typing(child)
+            inner = is_typing(child)
             yield from found(
                 child,
                 optional=optional or inner or _is_optional(child),
-                typing=typing or (inner and not is_lazy),
+                typing=typing or (inner and not lazy),
             )
 
     return list(found(tree, optional=False, typing=False))
@@ -142,7 +142,13 @@ def _constants(tree: ast.Module) -> dict[str, str]:
     return found
 
 
-def _is_typing(node: ast.AST) -> bool:
+def is_lazy(tree: ast.Module) -> bool:
+    """Return whether a module imports at first use what stands under TYPE_CHECKING."""
+    return any(ast.unparse(node) == LAZY for node in ast.walk(tree))
+
+
+def is_typing(node: ast.AST) -> bool:
+    """Return whether a statement runs for type checkers alone."""
     match node:
         case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
             return True

@@ -112,7 +112,8 @@ REPLACED = {
         INIT,
         "import work\n",
         "import work\nfrom mt_part.core import work as play\n",
-        f"{INIT}: public name play is not in __all__. Add play to __all__, or rename it to _play.",
+        f"{INIT}: public name play is not in __all__. "
+        "Import it as itself, add it to __all__, or rename it to _play.",
     ),
     "name in __all__ that is not there": (
         INIT,
@@ -131,7 +132,17 @@ REPLACED = {
         INIT,
         '__all__ = ["work"]',
         "",
-        f"{INIT}: no literal __all__. List every public name in __all__.",
+        f"{INIT}: no public names. Import each as itself (`import X as X`), with "
+        "`__getattr__ = resolve_later(__name__)`, or state __all__.",
+    ),
+    "name that is not imported as itself": (
+        INIT,
+        'from mt_part.core import work\n\n__all__ = ["work"]',
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n"
+        "    from mt_part.core import work as work, play\n"
+        "__getattr__ = resolve_later(__name__)",
+        f"{INIT}: public name play is not in __all__. "
+        "Import it as itself, add it to __all__, or rename it to _play.",
     ),
     "dead link": (
         "docs/README.md",

@@ -24,16 +24,19 @@ def test_a_name_imports_its_module_at_its_first_use_and_others_are_refused(tmp_p
     (package / "__init__.py").write_text(
         "from typing import TYPE_CHECKING\n"
         "from mt_files import resolve_later\n"
+        "from lazy_shop.door import sign as sign, hinge\n"
         "if TYPE_CHECKING:\n"
-        "    from lazy_shop.till import price, count\n"
-        "    from lazy_shop.shelf import Shelf\n"
+        "    from lazy_shop.till import price as price, count as count\n"
+        "    from lazy_shop.shelf import Shelf as Shelf, plank\n"
         "__getattr__ = resolve_later(__name__)\n"
     )
+    (package / "door.py").write_text("sign, hinge = 'open', 1\n")
     (package / "till.py").write_text("price, count = 3, 4\n")
     (package / "shelf.py").write_text("class Shelf: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     import lazy_shop  # pyright: ignore[reportMissingImports]
 
+    assert lazy_shop.__all__ == ["Shelf", "count", "price", "sign"]
     assert "lazy_shop.till" not in sys.modules
     assert (lazy_shop.price, lazy_shop.count) == (3, 4)
     assert "lazy_shop.till" in sys.modules
@@ -41,8 +44,8 @@ def test_a_name_imports_its_module_at_its_first_use_and_others_are_refused(tmp_p
     from lazy_shop import Shelf  # pyright: ignore[reportMissingImports]
 
     assert Shelf.__module__ == "lazy_shop.shelf"
-    with pytest.raises(AttributeError, match="module 'lazy_shop' has no attribute 'door'"):
-        _ = lazy_shop.door
+    with pytest.raises(AttributeError, match="module 'lazy_shop' has no attribute 'plank'"):
+        _ = lazy_shop.plank
     assert not hasattr(lazy_shop, "_till")
 
 

@@ -1,40 +1,28 @@
 """Checkpoints as folders of Zarr arrays that any layout can read."""
 
-from mt_ckpt.error import CheckpointError
-from mt_ckpt.grid import Box
-from mt_ckpt.hold import hold_checkpoint
-from mt_ckpt.load import (
-    ArrayReader,
-    inspect_checkpoint,
-    load_checkpoint,
-    open_arrays,
-    verify_checkpoint,
-)
-from mt_ckpt.manifest import Manifest
-from mt_ckpt.root import clean, latest_checkpoint
-from mt_ckpt.run import RunFolder, SavedModel, SavedTokenizer
-from mt_ckpt.save import save_checkpoint
-from mt_ckpt.shard import TensorShard, param_shards
-from mt_ckpt.state import load, save
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ArrayReader",
-    "Box",
-    "CheckpointError",
-    "Manifest",
-    "RunFolder",
-    "SavedModel",
-    "SavedTokenizer",
-    "TensorShard",
-    "clean",
-    "hold_checkpoint",
-    "inspect_checkpoint",
-    "latest_checkpoint",
-    "load",
-    "load_checkpoint",
-    "open_arrays",
-    "param_shards",
-    "save",
-    "save_checkpoint",
-    "verify_checkpoint",
-]
+from mt_files import resolve_later
+
+from mt_ckpt.error import CheckpointError as CheckpointError
+from mt_ckpt.grid import Box as Box
+from mt_ckpt.hold import hold_checkpoint as hold_checkpoint
+from mt_ckpt.load import ArrayReader as ArrayReader
+from mt_ckpt.load import inspect_checkpoint as inspect_checkpoint
+from mt_ckpt.load import load_checkpoint as load_checkpoint
+from mt_ckpt.load import open_arrays as open_arrays
+from mt_ckpt.load import verify_checkpoint as verify_checkpoint
+from mt_ckpt.manifest import Manifest as Manifest
+from mt_ckpt.root import clean as clean
+from mt_ckpt.root import latest_checkpoint as latest_checkpoint
+from mt_ckpt.run import RunFolder as RunFolder
+from mt_ckpt.run import SavedModel as SavedModel
+from mt_ckpt.run import SavedTokenizer as SavedTokenizer
+from mt_ckpt.save import save_checkpoint as save_checkpoint
+from mt_ckpt.shard import TensorShard as TensorShard
+from mt_ckpt.shard import param_shards as param_shards
+from mt_ckpt.state import load as load
+from mt_ckpt.state import save as save
+
+if not TYPE_CHECKING:
+    __getattr__ = resolve_later(__name__)

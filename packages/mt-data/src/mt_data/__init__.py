@@ -6,67 +6,46 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_data.datasets.batch import BatchSampler, MicroBatch, Rows, count_labels
-from mt_data.datasets.blend import BlendedDataset, BlendOrder
-from mt_data.datasets.gpt import PADDING, GPTDataset
-from mt_data.datasets.permutation import Permutation
-from mt_data.datasets.windows import SequentialWindows, TokenRanges
-from mt_data.error import DataError, DataFileError
-from mt_data.storage.index import token_dtype
-from mt_data.storage.indexed import IndexedDataset
+from mt_data.datasets.batch import BatchSampler as BatchSampler
+from mt_data.datasets.batch import MicroBatch as MicroBatch
+from mt_data.datasets.batch import Rows as Rows
+from mt_data.datasets.batch import count_labels as count_labels
+from mt_data.datasets.blend import BlendedDataset as BlendedDataset
+from mt_data.datasets.blend import BlendOrder as BlendOrder
+from mt_data.datasets.gpt import PADDING as PADDING
+from mt_data.datasets.gpt import GPTDataset as GPTDataset
+from mt_data.datasets.permutation import Permutation as Permutation
+from mt_data.datasets.windows import SequentialWindows as SequentialWindows
+from mt_data.datasets.windows import TokenRanges as TokenRanges
+from mt_data.error import DataError as DataError
+from mt_data.error import DataFileError as DataFileError
+from mt_data.storage.index import token_dtype as token_dtype
+from mt_data.storage.indexed import IndexedDataset as IndexedDataset
 
 if TYPE_CHECKING:
-    from mt_data.corpus import CorpusStats, build_corpus, count_text_bytes, dataset_tokenizer
-    from mt_data.datasets.masked import MaskedDataset, MaskedVocabulary, Masking
-    from mt_data.datasets.prefetch import Prefetcher
-    from mt_data.datasets.spans import SpanCorruption, SpanDataset, SpanVocabulary
-    from mt_data.documents.reader import Document, read_documents, standard_library_sources
-    from mt_data.documents.split import parse_split, split_files, split_ranges
-    from mt_data.storage.writer import IndexedWriter
-    from mt_data.tokenizers.encoder import Encoder
-    from mt_data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-    from mt_data.tokenizers.training import DEFAULT_SPECIAL, train_tokenizer
-
-__all__ = [
-    "DEFAULT_SPECIAL",
-    "PADDING",
-    "BatchSampler",
-    "BlendOrder",
-    "BlendedDataset",
-    "CorpusStats",
-    "DataError",
-    "DataFileError",
-    "Document",
-    "Encoder",
-    "GPTDataset",
-    "IndexedDataset",
-    "IndexedWriter",
-    "MaskedDataset",
-    "MaskedVocabulary",
-    "Masking",
-    "MicroBatch",
-    "Permutation",
-    "Prefetcher",
-    "Rows",
-    "SequentialWindows",
-    "SpanCorruption",
-    "SpanDataset",
-    "SpanVocabulary",
-    "TokenRanges",
-    "Tokenizer",
-    "build_corpus",
-    "count_labels",
-    "count_text_bytes",
-    "dataset_tokenizer",
-    "load_tokenizer",
-    "parse_split",
-    "read_documents",
-    "split_files",
-    "split_ranges",
-    "standard_library_sources",
-    "token_dtype",
-    "train_tokenizer",
-]
-
-# Resolved at first use, so that an import stays light.
-__getattr__ = resolve_later(__name__)
+    from mt_data.corpus import CorpusStats as CorpusStats
+    from mt_data.corpus import build_corpus as build_corpus
+    from mt_data.corpus import count_text_bytes as count_text_bytes
+    from mt_data.corpus import dataset_tokenizer as dataset_tokenizer
+    from mt_data.datasets.masked import MaskedDataset as MaskedDataset
+    from mt_data.datasets.masked import MaskedVocabulary as MaskedVocabulary
+    from mt_data.datasets.masked import Masking as Masking
+    from mt_data.datasets.prefetch import Prefetcher as Prefetcher
+    from mt_data.datasets.spans import SpanCorruption as SpanCorruption
+    from mt_data.datasets.spans import SpanDataset as SpanDataset
+    from mt_data.datasets.spans import SpanVocabulary as SpanVocabulary
+    from mt_data.documents.reader import Document as Document
+    from mt_data.documents.reader import read_documents as read_documents
+    from mt_data.documents.reader import standard_library_sources as standard_library_sources
+    from mt_data.documents.split import parse_split as parse_split
+    from mt_data.documents.split import split_files as split_files
+    from mt_data.documents.split import split_ranges as split_ranges
+    from mt_data.storage.writer import IndexedWriter as IndexedWriter
+    from mt_data.tokenizers.encoder import Encoder as Encoder
+    from mt_data.tokenizers.tokenizer import Tokenizer as Tokenizer
+    from mt_data.tokenizers.tokenizer import load_tokenizer as load_tokenizer
+    from mt_data.tokenizers.training import DEFAULT_SPECIAL as DEFAULT_SPECIAL
+    from mt_data.tokenizers.training import train_tokenizer as train_tokenizer
+else:
+    # Resolved at first use, so that an import stays light.
+    __getattr__ = resolve_later(__name__)

@@ -2,78 +2,47 @@
 
 from typing import TYPE_CHECKING
 
-from mt_files.argument import check_type, multiples_near
-from mt_files.digest import sha256_file
-from mt_files.error import FileError, LockedError, MissingFileError, UserError
-from mt_files.experimental import ExperimentalWarning, experimental
-from mt_files.field import (
-    Checks,
-    FieldError,
-    describe,
-    did_you_mean,
-    divisors,
-    hints_of,
-    shorten,
-)
-from mt_files.later import import_failure, quick_imports, resolve_later
-from mt_files.lock import FolderLock
-from mt_files.reading import open_file, parse_json, read_bytes, read_json, read_text
-from mt_files.schema import (
-    MAX_PROBLEMS,
-    Bound,
-    FieldProblem,
-    PlainText,
-    SchemaError,
-    bind,
-    build,
-    to_plain,
-)
-from mt_files.writing import remove_temporaries, sync, write_file, writing
+from mt_files.argument import check_type as check_type
+from mt_files.argument import multiples_near as multiples_near
+from mt_files.digest import sha256_file as sha256_file
+from mt_files.error import FileError as FileError
+from mt_files.error import LockedError as LockedError
+from mt_files.error import MissingFileError as MissingFileError
+from mt_files.error import UserError as UserError
+from mt_files.experimental import ExperimentalWarning as ExperimentalWarning
+from mt_files.experimental import experimental as experimental
+from mt_files.field import Checks as Checks
+from mt_files.field import FieldError as FieldError
+from mt_files.field import describe as describe
+from mt_files.field import did_you_mean as did_you_mean
+from mt_files.field import divisors as divisors
+from mt_files.field import hints_of as hints_of
+from mt_files.field import shorten as shorten
+from mt_files.later import import_failure as import_failure
+from mt_files.later import quick_imports as quick_imports
+from mt_files.later import resolve_later as resolve_later
+from mt_files.lock import FolderLock as FolderLock
+from mt_files.reading import open_file as open_file
+from mt_files.reading import parse_json as parse_json
+from mt_files.reading import read_bytes as read_bytes
+from mt_files.reading import read_json as read_json
+from mt_files.reading import read_text as read_text
+from mt_files.schema import MAX_PROBLEMS as MAX_PROBLEMS
+from mt_files.schema import Bound as Bound
+from mt_files.schema import FieldProblem as FieldProblem
+from mt_files.schema import PlainText as PlainText
+from mt_files.schema import SchemaError as SchemaError
+from mt_files.schema import bind as bind
+from mt_files.schema import build as build
+from mt_files.schema import to_plain as to_plain
+from mt_files.writing import remove_temporaries as remove_temporaries
+from mt_files.writing import sync as sync
+from mt_files.writing import write_file as write_file
+from mt_files.writing import writing as writing
 
 if TYPE_CHECKING:
-    from mt_files.document import Document, parse_yaml, read_yaml
-
-__all__ = [
-    "MAX_PROBLEMS",
-    "Bound",
-    "Checks",
-    "Document",
-    "ExperimentalWarning",
-    "FieldError",
-    "FieldProblem",
-    "FileError",
-    "FolderLock",
-    "LockedError",
-    "MissingFileError",
-    "PlainText",
-    "SchemaError",
-    "UserError",
-    "bind",
-    "build",
-    "check_type",
-    "describe",
-    "did_you_mean",
-    "divisors",
-    "experimental",
-    "hints_of",
-    "import_failure",
-    "multiples_near",
-    "open_file",
-    "parse_json",
-    "parse_yaml",
-    "quick_imports",
-    "read_bytes",
-    "read_json",
-    "read_text",
-    "read_yaml",
-    "remove_temporaries",
-    "resolve_later",
-    "sha256_file",
-    "shorten",
-    "sync",
-    "to_plain",
-    "write_file",
-    "writing",
-]
-
-__getattr__ = resolve_later(__name__)  # YAML needs an extra
+    from mt_files.document import Document as Document
+    from mt_files.document import parse_yaml as parse_yaml
+    from mt_files.document import read_yaml as read_yaml
+else:
+    __getattr__ = resolve_later(__name__)  # YAML needs an extra

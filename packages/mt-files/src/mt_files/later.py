@@ -17,36 +17,45 @@ _LONGEST = 200
 
 
 def resolve_later(package: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package that imports its public names at first use.
+    """Return a `__getattr__` for a package whose `__init__` states each public name once.
 
-    The names are those that the package's `__init__` imports from its own modules under
-    `if TYPE_CHECKING:`, so that type checkers and the run read the same statements.
+    `from mt_x.part import Part as Part` makes a name public, for type checkers too; under
+    `if TYPE_CHECKING:` the import happens at the name's first use. `__all__` is made of both.
 
     Args:
         package: The package's `__name__`.
     """
 
     def resolve(name: str) -> Any:
-        homes = _typing_imports(package)
-        if name not in homes:
+        public, later = _public_names(package)
+        if name == "__all__":
+            return public
+        if name not in later:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
+        return getattr(import_module(later[name]), name)
 
     return resolve
 
 
 @cache
-def _typing_imports(package: str) -> dict[str, str]:
-    """Return the module of each name that a package imports from itself for type checkers."""
+def _public_names(package: str) -> tuple[list[str], dict[str, str]]:
+    """Return a package's public names, and the modules of those that it imports at first use."""
     source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    body = ast.parse(source).body
+    blocks = [each for each in body if isinstance(each, ast.If)]
+    typing = [each for each in blocks if ast.unparse(each.test) == "TYPE_CHECKING"]
+    later = _named_as_themselves([each for block in typing for each in block.body])
+    return sorted({**_named_as_themselves(body), **later}), later
+
+
+def _named_as_themselves(statements: list[ast.stmt]) -> dict[str, str]:
+    """Return the module of each name of `from module import name as name`."""
     return {
         alias.name: statement.module
-        for block in ast.parse(source).body
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for statement in block.body
+        for statement in statements
         if isinstance(statement, ast.ImportFrom) and statement.module
-        if statement.module.startswith(f"{package}.")
         for alias in statement.names
+        if alias.asname == alias.name
     }
 
 

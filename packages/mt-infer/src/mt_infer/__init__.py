@@ -7,20 +7,14 @@ from typing import TYPE_CHECKING
 from mt_files import resolve_later
 
 if TYPE_CHECKING:
-    from mt_infer.generation import Completion, Generator, PromptError
-    from mt_infer.loading import RunError, load_run
-    from mt_infer.sampling import LogitsError, Sampling, choose
-
-__all__ = [
-    "Completion",
-    "Generator",
-    "LogitsError",
-    "PromptError",
-    "RunError",
-    "Sampling",
-    "choose",
-    "load_run",
-]
-
-# Resolved at first use, so that the command line answers before torch is imported.
-__getattr__ = resolve_later(__name__)
+    from mt_infer.generation import Completion as Completion
+    from mt_infer.generation import Generator as Generator
+    from mt_infer.generation import PromptError as PromptError
+    from mt_infer.loading import RunError as RunError
+    from mt_infer.loading import load_run as load_run
+    from mt_infer.sampling import LogitsError as LogitsError
+    from mt_infer.sampling import Sampling as Sampling
+    from mt_infer.sampling import choose as choose
+else:
+    # Resolved at first use, so that the command line answers before torch is imported.
+    __getattr__ = resolve_later(__name__)

@@ -6,126 +6,64 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_parallel_state.check import CheckMode, CollectiveError
-from mt_parallel_state.collectives import (
-    Group,
-    Pending,
-    all_gather,
-    all_to_all,
-    apply_outside_graph,
-    copy_to_group,
-    gather_from_group,
-    group_rank,
-    group_size,
-    outside_graph,
-    reduce_from_group,
-    reduce_scatter,
-    scatter_to_group,
-    shard_size,
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all_rows,
-    start_reduce_scatter,
-)
-from mt_parallel_state.gradients import GradSink, WgradStore
-from mt_parallel_state.groups import twin_group
-from mt_parallel_state.layout import ParallelLayout
-from mt_parallel_state.levels import cut_into_levels
-from mt_parallel_state.matrix import MatrixSpec
-from mt_parallel_state.options import GroupOptions
-from mt_parallel_state.owner import is_owner
-from mt_parallel_state.randomness import (
-    fill_normal_,
-    hash_key,
-    initialize_,
-    random_uniform,
-)
-from mt_parallel_state.sharding import (
-    ParamSharding,
-    global_shape_of,
-    mark_matrix,
-    offsets_of,
-    shard_param,
-    sharding_of,
-    shardings,
-)
-from mt_parallel_state.share import agreement_device, share_json
-from mt_parallel_state.spec import PartitionSpec
-from mt_parallel_state.state import ParallelState
+from mt_parallel_state.check import CheckMode as CheckMode
+from mt_parallel_state.check import CollectiveError as CollectiveError
+from mt_parallel_state.collectives import Group as Group
+from mt_parallel_state.collectives import Pending as Pending
+from mt_parallel_state.collectives import all_gather as all_gather
+from mt_parallel_state.collectives import all_to_all as all_to_all
+from mt_parallel_state.collectives import apply_outside_graph as apply_outside_graph
+from mt_parallel_state.collectives import copy_to_group as copy_to_group
+from mt_parallel_state.collectives import gather_from_group as gather_from_group
+from mt_parallel_state.collectives import group_rank as group_rank
+from mt_parallel_state.collectives import group_size as group_size
+from mt_parallel_state.collectives import outside_graph as outside_graph
+from mt_parallel_state.collectives import reduce_from_group as reduce_from_group
+from mt_parallel_state.collectives import reduce_scatter as reduce_scatter
+from mt_parallel_state.collectives import scatter_to_group as scatter_to_group
+from mt_parallel_state.collectives import shard_size as shard_size
+from mt_parallel_state.collectives import start_all_gather as start_all_gather
+from mt_parallel_state.collectives import start_all_reduce as start_all_reduce
+from mt_parallel_state.collectives import start_all_to_all_rows as start_all_to_all_rows
+from mt_parallel_state.collectives import start_reduce_scatter as start_reduce_scatter
+from mt_parallel_state.gradients import GradSink as GradSink
+from mt_parallel_state.gradients import WgradStore as WgradStore
+from mt_parallel_state.groups import twin_group as twin_group
+from mt_parallel_state.layout import ParallelLayout as ParallelLayout
+from mt_parallel_state.levels import cut_into_levels as cut_into_levels
+from mt_parallel_state.matrix import MatrixSpec as MatrixSpec
+from mt_parallel_state.options import GroupOptions as GroupOptions
+from mt_parallel_state.owner import is_owner as is_owner
+from mt_parallel_state.randomness import fill_normal_ as fill_normal_
+from mt_parallel_state.randomness import hash_key as hash_key
+from mt_parallel_state.randomness import initialize_ as initialize_
+from mt_parallel_state.randomness import random_uniform as random_uniform
+from mt_parallel_state.sharding import ParamSharding as ParamSharding
+from mt_parallel_state.sharding import global_shape_of as global_shape_of
+from mt_parallel_state.sharding import mark_matrix as mark_matrix
+from mt_parallel_state.sharding import offsets_of as offsets_of
+from mt_parallel_state.sharding import shard_param as shard_param
+from mt_parallel_state.sharding import sharding_of as sharding_of
+from mt_parallel_state.sharding import shardings as shardings
+from mt_parallel_state.share import agreement_device as agreement_device
+from mt_parallel_state.share import share_json as share_json
+from mt_parallel_state.spec import PartitionSpec as PartitionSpec
+from mt_parallel_state.state import ParallelState as ParallelState
 
 if TYPE_CHECKING:
-    from mt_parallel_state.environment import DistributedEnv, detect_env
-    from mt_parallel_state.hang import report_hangs
-    from mt_parallel_state.job import (
-        PeerLostError,
-        init_process_group,
-        is_out_of_memory,
-        joined,
-        leave_process_group,
-        must_launch,
-    )
-    from mt_parallel_state.launcher import launch
-    from mt_parallel_state.signals import StopSignals, stop_signals
-    from mt_parallel_state.store import JoinError
-
-__all__ = [
-    "CheckMode",
-    "CollectiveError",
-    "DistributedEnv",
-    "GradSink",
-    "Group",
-    "GroupOptions",
-    "JoinError",
-    "MatrixSpec",
-    "ParallelLayout",
-    "ParallelState",
-    "ParamSharding",
-    "PartitionSpec",
-    "PeerLostError",
-    "Pending",
-    "StopSignals",
-    "WgradStore",
-    "agreement_device",
-    "all_gather",
-    "all_to_all",
-    "apply_outside_graph",
-    "copy_to_group",
-    "cut_into_levels",
-    "detect_env",
-    "fill_normal_",
-    "gather_from_group",
-    "global_shape_of",
-    "group_rank",
-    "group_size",
-    "hash_key",
-    "init_process_group",
-    "initialize_",
-    "is_out_of_memory",
-    "is_owner",
-    "joined",
-    "launch",
-    "leave_process_group",
-    "mark_matrix",
-    "must_launch",
-    "offsets_of",
-    "outside_graph",
-    "random_uniform",
-    "reduce_from_group",
-    "reduce_scatter",
-    "report_hangs",
-    "scatter_to_group",
-    "shard_param",
-    "shard_size",
-    "sharding_of",
-    "shardings",
-    "share_json",
-    "start_all_gather",
-    "start_all_reduce",
-    "start_all_to_all_rows",
-    "start_reduce_scatter",
-    "stop_signals",
-    "twin_group",
-]
-
-# What apps call once is resolved at first use, to keep the import of a model short.
-__getattr__ = resolve_later(__name__)
+    from mt_parallel_state.environment import DistributedEnv as DistributedEnv
+    from mt_parallel_state.environment import detect_env as detect_env
+    from mt_parallel_state.hang import report_hangs as report_hangs
+    from mt_parallel_state.job import PeerLostError as PeerLostError
+    from mt_parallel_state.job import init_process_group as init_process_group
+    from mt_parallel_state.job import is_out_of_memory as is_out_of_memory
+    from mt_parallel_state.job import joined as joined
+    from mt_parallel_state.job import leave_process_group as leave_process_group
+    from mt_parallel_state.job import must_launch as must_launch
+    from mt_parallel_state.launcher import launch as launch
+    from mt_parallel_state.signals import StopSignals as StopSignals
+    from mt_parallel_state.signals import stop_signals as stop_signals
+    from mt_parallel_state.store import JoinError as JoinError
+else:
+    # What apps call once is resolved at first use, to keep the import of a model short.
+    __getattr__ = resolve_later(__name__)

@@ -5,33 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
-from mt_schedule import check, make_schedule, simulate
+from mt_schedule import check as check
+from mt_schedule import make_schedule as make_schedule
+from mt_schedule import simulate as simulate
 
-from mt_pipeline.stage import DefersWeightGradients, SplitStage, Stage, StageError
-from mt_pipeline.transfer import TensorSpec, TransferError
+from mt_pipeline.stage import DefersWeightGradients as DefersWeightGradients
+from mt_pipeline.stage import SplitStage as SplitStage
+from mt_pipeline.stage import Stage as Stage
+from mt_pipeline.stage import StageError as StageError
+from mt_pipeline.transfer import TensorSpec as TensorSpec
+from mt_pipeline.transfer import TransferError as TransferError
 
 if TYPE_CHECKING:
-    from mt_pipeline.bridge import Box, Bridge, Move, batch_boxes, layout_boxes, plan_moves
-    from mt_pipeline.executor import Executor
-
-__all__ = [
-    "Box",
-    "Bridge",
-    "DefersWeightGradients",
-    "Executor",
-    "Move",
-    "SplitStage",
-    "Stage",
-    "StageError",
-    "TensorSpec",
-    "TransferError",
-    "batch_boxes",
-    "check",
-    "layout_boxes",
-    "make_schedule",
-    "plan_moves",
-    "simulate",
-]
-
-# Resolved at first use, so that an import stays light.
-__getattr__ = resolve_later(__name__)
+    from mt_pipeline.bridge import Box as Box
+    from mt_pipeline.bridge import Bridge as Bridge
+    from mt_pipeline.bridge import Move as Move
+    from mt_pipeline.bridge import batch_boxes as batch_boxes
+    from mt_pipeline.bridge import layout_boxes as layout_boxes
+    from mt_pipeline.bridge import plan_moves as plan_moves
+    from mt_pipeline.executor import Executor as Executor
+else:
+    # Resolved at first use, so that an import stays light.
+    __getattr__ = resolve_later(__name__)

@@ -6,60 +6,37 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_tensor_parallel.embedding import VocabParallelEmbedding
-from mt_tensor_parallel.functional import parallel_linear
-from mt_tensor_parallel.gemm import Gemm, Operand, Role, TorchGemm
-from mt_tensor_parallel.kv_groups import exchange_kv_groups
-from mt_tensor_parallel.linear import (
-    ColumnParallelLinear,
-    GemmLayer,
-    RowParallelLinear,
-    choose_gemms,
-    defer_weight_gradients,
-    sum_weight_gradients,
-)
-from mt_tensor_parallel.overlap import Overlap
-from mt_tensor_parallel.recompute import DiscardedOutput, recompute
+from mt_tensor_parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from mt_tensor_parallel.functional import parallel_linear as parallel_linear
+from mt_tensor_parallel.gemm import Gemm as Gemm
+from mt_tensor_parallel.gemm import Operand as Operand
+from mt_tensor_parallel.gemm import Role as Role
+from mt_tensor_parallel.gemm import TorchGemm as TorchGemm
+from mt_tensor_parallel.kv_groups import exchange_kv_groups as exchange_kv_groups
+from mt_tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
+from mt_tensor_parallel.linear import GemmLayer as GemmLayer
+from mt_tensor_parallel.linear import RowParallelLinear as RowParallelLinear
+from mt_tensor_parallel.linear import choose_gemms as choose_gemms
+from mt_tensor_parallel.linear import defer_weight_gradients as defer_weight_gradients
+from mt_tensor_parallel.linear import sum_weight_gradients as sum_weight_gradients
+from mt_tensor_parallel.overlap import Overlap as Overlap
+from mt_tensor_parallel.recompute import DiscardedOutput as DiscardedOutput
+from mt_tensor_parallel.recompute import recompute as recompute
 
 if TYPE_CHECKING:
+    from mt_tensor_parallel.head_loss import block_rows as block_rows
+    from mt_tensor_parallel.head_loss import linear_cross_entropy as linear_cross_entropy
     from mt_tensor_parallel.head_loss import (
-        block_rows,
-        linear_cross_entropy,
-        linear_cross_entropy_and_z,
+        linear_cross_entropy_and_z as linear_cross_entropy_and_z,
     )
-    from mt_tensor_parallel.lora import LoraLinear, add_lora, set_lora_step
-    from mt_tensor_parallel.lora_files import lora_state, save_lora
-    from mt_tensor_parallel.quantized import QuantizedGemm, quantize_gemms
-
-__all__ = [
-    "ColumnParallelLinear",
-    "DiscardedOutput",
-    "Gemm",
-    "GemmLayer",
-    "LoraLinear",
-    "Operand",
-    "Overlap",
-    "QuantizedGemm",
-    "Role",
-    "RowParallelLinear",
-    "TorchGemm",
-    "VocabParallelEmbedding",
-    "add_lora",
-    "block_rows",
-    "choose_gemms",
-    "defer_weight_gradients",
-    "exchange_kv_groups",
-    "linear_cross_entropy",
-    "linear_cross_entropy_and_z",
-    "lora_state",
-    "parallel_linear",
-    "quantize_gemms",
-    "recompute",
-    "save_lora",
-    "set_lora_step",
-    "sum_weight_gradients",
-]
-
-# Adapters, quantised products and the loss, which needs mt-fusions, are imported at first use, so
-# that a program with only the layers starts quickly.
-__getattr__ = resolve_later(__name__)
+    from mt_tensor_parallel.lora import LoraLinear as LoraLinear
+    from mt_tensor_parallel.lora import add_lora as add_lora
+    from mt_tensor_parallel.lora import set_lora_step as set_lora_step
+    from mt_tensor_parallel.lora_files import lora_state as lora_state
+    from mt_tensor_parallel.lora_files import save_lora as save_lora
+    from mt_tensor_parallel.quantized import QuantizedGemm as QuantizedGemm
+    from mt_tensor_parallel.quantized import quantize_gemms as quantize_gemms
+else:
+    # Adapters, quantised products and the loss, which needs mt-fusions, are imported at first use:
+    # a program with only the layers starts quickly.
+    __getattr__ = resolve_later(__name__)
