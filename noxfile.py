@@ -187,7 +187,7 @@ def campaign(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def attack(session: nox.Session) -> None:
-    """Damage, kill, confuse and starve a run thousands of times; the whole writes its ledger."""
+    """Damage, kill, confuse and starve a run thousands of times: what the ledger lacks, into it."""
     script = ["python", "tests-integration/attack/attack.py"]
     ledger = [] if set(session.posargs) & {"--row", "--sample"} else ["--out", "docs/attack.md"]
     session.run(*DEV, *script, *ledger, *session.posargs, env={"OMP_NUM_THREADS": "1"})

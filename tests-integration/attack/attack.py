@@ -1,6 +1,6 @@
 """Attack a run, its files and its commands, by seed, and count what went wrong.
 
-    python tests-integration/attack/attack.py                         # everything: tens of minutes
+    python tests-integration/attack/attack.py --out docs/attack.md    # what that ledger lacks
     python tests-integration/attack/attack.py --sample                # a few cases of every row
     python tests-integration/attack/attack.py --row signals --case 7       # one case again
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import random
 import resource
 import select
@@ -22,12 +21,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
+from ledger import Entry, commit, misfits, read, render
 from mt_testing import RankPool
 from world import IMPORTED, Row, World, make_world
 
@@ -50,7 +50,12 @@ class Running:
     case: Case
     pid: int
     pipe: int
-    deadline: float
+    began: float
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the case takes longer than its row allows."""
+        return time.monotonic() > self.began + self.case.row.seconds
 
 
 def rows() -> list[Row]:
@@ -61,23 +66,36 @@ def rows() -> list[Row]:
     import folders
     import interfaces
     import kills
+    import models
+    import surroundings
     import tokens
 
-    modules = (kills, checkpoints, tokens, configuration, commands, interfaces, folders)
+    modules = (
+        kills,
+        checkpoints,
+        tokens,
+        configuration,
+        commands,
+        interfaces,
+        folders,
+        models,
+        surroundings,
+    )
     return [row for module in modules for row in module.ROWS]
 
 
-def attack(cases: Sequence[Case], world: World, seed: int) -> Iterator[tuple[Case, str]]:
-    """Run the cases, some at a time, and yield each with what went wrong, or nothing."""
+def attack(cases: Sequence[Case], world: World, seed: int) -> Iterator[tuple[Case, str, float]]:
+    """Run the cases, some at a time; yield each with what went wrong, or nothing, and seconds."""
     waiting, running = list(reversed(cases)), list[Running]()
     while waiting or running:
         while waiting and len(running) < WORKERS:
             running.append(_start(waiting.pop(), world, seed))
         ready = select.select([each.pipe for each in running], [], [], 0.1)[0]
         for each in list(running):
-            if each.pipe in ready or time.monotonic() > each.deadline:
+            if each.pipe in ready or each.is_late:
                 running.remove(each)
-                yield each.case, _finish(each, is_late=each.pipe not in ready)
+                problem = _finish(each, is_late=each.pipe not in ready)
+                yield each.case, problem, time.monotonic() - each.began
 
 
 def _start(case: Case, world: World, seed: int) -> Running:
@@ -91,7 +109,7 @@ def _start(case: Case, world: World, seed: int) -> Running:
         os.write(write, problem.encode(errors="replace")[:4000] + b"\0")
         os._exit(0)
     os.close(write)
-    return Running(case=case, pid=pid, pipe=read, deadline=time.monotonic() + case.row.seconds)
+    return Running(case=case, pid=pid, pipe=read, began=time.monotonic())
 
 
 def _in_child(case: Case, world: World, seed: int) -> str:
@@ -125,35 +143,63 @@ def _finish(each: Running, *, is_late: bool) -> str:
     return content[:-1].decode() if content.endswith(b"\0") else "the process was killed"
 
 
-def ledger(tried: dict[str, int], bad: dict[str, int], seed: int) -> str:
-    """Return the Markdown table of what was tried and what went wrong."""
-    lines = [
-        "# Ledger of the last full attack",
-        "",
-        f"`uv run nox -s attack -- --seed {seed}` on {datetime.now(UTC).date().isoformat()}, "
-        f"Python {platform.python_version()}, torch {version('torch')}, CPU. "
-        "`tests-integration/attack/attack.py` wrote it. CI runs a sample of each row.",
-        "",
-        "| attack | tried | bad |",
-        "|---|---|---|",
-        *(f"| {name} | {count} | {bad[name]} |" for name, count in tried.items()),
-        f"| **all** | {sum(tried.values())} | {sum(bad.values())} |",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _chosen(options: argparse.Namespace) -> list[Case]:
+def _chosen(options: argparse.Namespace, known: dict[tuple[str, int], Entry]) -> list[Case]:
     found = [row for row in rows() if options.row in (None, row.name)]
     if not found:
         names = ", ".join(repr(row.name) for row in rows())
         raise SystemExit(f"no row is named {options.row!r}; there are: {names}")
     if options.case is not None:
         return [Case(row=row, number=options.case) for row in found]
-    return [
-        Case(row=row, number=number)
-        for row in found
-        for number in range(row.sample if options.sample else row.cases)
-    ]
+    counts = {row: row.sample if options.sample else row.cases for row in found}
+    for row in found:
+        entry = known.get((row.name, options.seed))
+        is_done = entry and not entry.bad and entry.tried == counts[row]
+        if is_done and entry.commit == options.commit:
+            del counts[row]
+    return [Case(row=row, number=number) for row in counts for number in range(counts[row])]
+
+
+def _run(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Entry]:
+    """Run the cases, print what was bad, and yield the entry of each row that is done."""
+    left = Counter(case.row.name for case in cases)
+    tried, bad, seconds = Counter[str](), Counter[str](), Counter[str]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        RankPool() as pool,
+        pool.programs(*IMPORTED) as programs,
+    ):
+        world = make_world(Path(folder), str(programs.python))
+        for case, problem, took in attack(cases, world, options.seed):
+            name = case.row.name
+            tried[name] += 1
+            seconds[name] += took
+            if problem:
+                bad[name] += 1
+                again = f"--seed {options.seed} --row {name!r} --case {case.number}"
+                print(f"BAD {again}\n{problem.rstrip()}\n", flush=True)
+            if tried[name] == left[name]:
+                yield Entry(
+                    attack=name,
+                    seed=options.seed,
+                    tried=tried[name],
+                    bad=bad[name],
+                    seconds=round(seconds[name]),
+                    date=datetime.now(UTC).date().isoformat(),
+                    commit=options.commit,
+                )
+
+
+def _in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries of rows that there are, by row and seed."""
+    order = {row.name: place for place, row in enumerate(rows())}
+    there = (entry for entry in entries if entry.attack in order)
+    return sorted(there, key=lambda entry: (order[entry.attack], entry.seed))
+
+
+def _check(path: Path) -> int:
+    problems = misfits(read(path).values(), [row.name for row in rows()])
+    print("\n".join(f"{path}: {problem}" for problem in problems))
+    return 1 if problems else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,36 +209,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", action="store_true", help="a few cases of every row")
     parser.add_argument("--row", help="only this row")
     parser.add_argument("--case", type=int, help="only this case of the row")
-    parser.add_argument("--out", type=Path, help="write the ledger there")
+    parser.add_argument("--out", type=Path, help="ledger: rows it lacks are run, and put there")
+    parser.add_argument("--check", type=Path, help="only compare the names of a ledger's rows")
     options = parser.parse_args(arguments)
+    if options.check is not None:
+        return _check(options.check)
     for number in (signal.SIGINT, signal.SIGHUP):  # ignored in a shell's background job
         signal.signal(number, signal.SIG_DFL)
-    cases = _chosen(options)
-    tried = dict.fromkeys((case.row.name for case in cases), 0)
-    bad = dict.fromkeys(tried, 0)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        RankPool() as pool,
-        pool.programs(*IMPORTED) as programs,
-    ):
-        world = make_world(Path(folder), str(programs.python))
-        for case, problem in attack(cases, world, options.seed):
-            tried[case.row.name] += 1
-            if problem:
-                bad[case.row.name] += 1
-                again = f"--seed {options.seed} --row {case.row.name!r} --case {case.number}"
-                print(f"BAD {again}\n{problem.rstrip()}\n", flush=True)
-            if tried[case.row.name] % 50 == 0:
-                print(
-                    f"{sum(tried.values())} of {len(cases)} cases, {sum(bad.values())} bad; "
-                    f"now {case.row.name}",
-                    flush=True,
-                )
-    text = ledger(tried, bad, options.seed)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
-    return 1 if sum(bad.values()) or not cases else 0
+    options.commit = commit()
+    known = {} if options.out is None else read(options.out)
+    for entry in _run(_chosen(options, known), options):
+        known[entry.key] = entry
+        counts = f"{entry.tried} tried, {entry.bad} bad, {entry.seconds} s"
+        print(f"{entry.attack}: {counts}", flush=True)
+        if options.out is not None:
+            options.out.write_text(render(_in_order(known.values())))
+    found = [entry for entry in known.values() if entry.seed == options.seed]
+    print(f"all: {sum(entry.tried for entry in found)} tried, {sum(e.bad for e in found)} bad")
+    return 1 if any(entry.bad for entry in found) or not found else 0
 
 
 if __name__ == "__main__":

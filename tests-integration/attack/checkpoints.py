@@ -202,12 +202,12 @@ def poisoned(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 ROWS = [
-    Row(name="bit flips of a checkpoint", attack=bit_flip, cases=300, sample=2),
-    Row(name="files of a checkpoint damaged", attack=damaged_file, cases=250, sample=2),
-    Row(name="chunks swapped", attack=swapped, cases=100, sample=1),
+    Row(name="bit flips of a checkpoint", attack=bit_flip, cases=160, sample=2),
+    Row(name="files of a checkpoint damaged", attack=damaged_file, cases=140, sample=2),
+    Row(name="chunks swapped", attack=swapped, cases=50, sample=1),
     Row(name="`latest` and manifest replaced", attack=odd_pointer, cases=40, sample=1),
-    Row(name="manifests forged and sealed", attack=forged_manifest, cases=200, sample=2),
-    Row(name="metadata forged and sealed", attack=forged_metadata, cases=120, sample=1),
+    Row(name="manifests forged and sealed", attack=forged_manifest, cases=140, sample=2),
+    Row(name="metadata forged and sealed", attack=forged_metadata, cases=80, sample=1),
     Row(name="bit flips under a command", attack=flipped_under_a_command, cases=30, sample=1),
     Row(name="ruined weights", attack=poisoned, cases=6, sample=1),
 ]

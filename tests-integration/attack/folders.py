@@ -64,6 +64,6 @@ def forged_folder(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 ROWS = [
-    Row(name="folders of Hugging Face damaged", attack=damaged_folder, cases=150),
-    Row(name="folders of Hugging Face forged", attack=forged_folder, cases=150),
+    Row(name="folders of Hugging Face damaged", attack=damaged_folder, cases=100),
+    Row(name="folders of Hugging Face forged", attack=forged_folder, cases=100),
 ]

@@ -275,7 +275,7 @@ ROWS = [
     Row(
         name="public functions with an odd argument",
         attack=odd_argument,
-        cases=600,
+        cases=400,
         sample=12,
         seconds=15,
     ),

@@ -10,43 +10,117 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from world import Result, Row, World, demand, expect, same_bits, spawn, train
+from world import Result, Row, World, children, demand, expect, same_bits, spawn, train
 
-KINDS = {"alone": 1, "a rank of two": 2, "the launcher": 2, "all ranks": 2}
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:
-        return []
-    return [int(child) for child in text.split()]
+VICTIMS = {"alone": 1, "a rank of two": 2, "the launcher": 2, "all ranks": 2}
+CHAIN_STEPS = 12
+# What a stand-in for the interpreter runs, so that the process to kill has a known id.
+_PROGRAM = (
+    "import os, sys; from mt_train.cli import main;"
+    "open(sys.argv[1], 'w').write(str(os.getpid())); main(sys.argv[2:])"
+)
 
 
-def _victims(kind: str, process: subprocess.Popen[bytes], rng: random.Random) -> list[int]:
-    ranks = _children(process.pid)
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of run to kill again and again: the number of its ranks, and what it is given."""
+
+    nproc: int = 2
+    options: tuple[str, ...]
+
+
+KINDS = {
+    "MoE with ep 2, ZeRO-1": Kind(
+        options=(
+            "parallel.ep=2",
+            "model.moe={num_experts: 4, top_k: 2}",
+            "data_parallel.strategy=optimizer",
+        )
+    ),
+    "ZeRO-3, bf16, fp8 moments, EMA": Kind(
+        options=(
+            "training.dtype=bf16",
+            "data_parallel.strategy=full",
+            "optimizer.moments_dtype=fp8",
+            "optimizer.ema=0.9",
+        )
+    ),
+    "fp8 with a history, 8-bit primary weights": Kind(
+        options=(
+            "training.dtype=bf16",
+            "precision.recipe=delayed",
+            "precision.history=4",
+            "precision.primary_weights=true",
+            "data_parallel.strategy=optimizer",
+        )
+    ),
+    "state in files, remainder masters": Kind(
+        nproc=1,
+        options=(
+            "training.dtype=bf16",
+            "optimizer.masters=remainder",
+            "optimizer.offload=1",
+            "optimizer.offload_dir=OFFLOAD",
+        ),
+    ),
+    "fp16 with a scale that overflows, ZeRO-2": Kind(
+        options=(
+            "training.dtype=fp16",
+            "optimizer.loss_scale=dynamic",
+            f"optimizer.initial_loss_scale={2**22}",
+            "data_parallel.strategy=optimizer_gradients",
+        )
+    ),
+    "SOAP with tp 2 and QK-clip": Kind(
+        options=(
+            "parallel.tp=2",
+            "optimizer.name=soap",
+            "optimizer.soap_frequency=3",
+            "optimizer.qk_clip={threshold: 0.05}",
+        )
+    ),
+}
+
+
+def _victims(kind: str, pid: int, rng: random.Random) -> list[int]:
+    ranks = children(pid)
     if kind == "a rank of two":
         return [rng.choice(ranks)] if ranks else []
-    return ranks if kind == "all ranks" else [process.pid]
+    return ranks if kind == "all ranks" else [pid]
+
+
+def _kill(kind: str, pid: int, rng: random.Random) -> None:
+    for victim in _victims(kind, pid, rng):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
 
 
 def _start(
     world: World, out: Path, nproc: int, python: str = sys.executable
 ) -> subprocess.Popen[bytes]:
-    arguments = world.train(out, "--nproc", str(nproc))
-    command = [python, "-m", "mt_train", *arguments]
+    command = [python, "-m", "mt_train", *world.train(out, "--nproc", str(nproc))]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def _kill_once(world: World, out: Path, kind: str, wait: float, rng: random.Random) -> None:
-    process = _start(world, out, KINDS[kind])
-    time.sleep(wait)
-    for pid in _victims(kind, process, rng):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=60)
+@contextlib.contextmanager
+def _program(
+    world: World, scratch: Path, arguments: list[str]
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Start training as a fork, which is at work at once; yields its id and its stand-in."""
+    path = scratch / "pid"
+    path.unlink(missing_ok=True)
+    command = [world.python, "-c", _PROGRAM, str(path), *arguments]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(command, stdout=null, stderr=null) as process:
+        while not (path.exists() and path.read_text()):
+            demand(process.poll() is None, f"ended with {process.returncode} before it began")
+            time.sleep(0.01)
+        yield int(path.read_text()), process
 
 
 def _train(world: World, arguments: list[str], nproc: int) -> Result:
@@ -54,8 +128,7 @@ def _train(world: World, arguments: list[str], nproc: int) -> Result:
     return train(arguments) if nproc == 1 else spawn([world.python, "-m", "mt_train", *arguments])
 
 
-def _finish(world: World, out: Path, nproc: int) -> Result:
-    arguments = world.train(out, "--nproc", str(nproc))
+def _finish(world: World, arguments: list[str], nproc: int) -> Result:
     deadline = time.monotonic() + 20  # ranks of a killed launcher end by themselves
     while (result := _train(world, arguments, nproc)).code and time.monotonic() < deadline:
         demand("in use by" in result.errors, f"did not continue: {result.errors[-1500:]}")
@@ -69,25 +142,63 @@ def _reference(world: World, nproc: int) -> Path:
 
 def _expect_undisturbed(world: World, out: Path, nproc: int) -> None:
     """Let the same command finish, and demand the bits of a run that nothing disturbed."""
-    expect(_finish(world, out, nproc), [0])
+    expect(_finish(world, world.train(out, "--nproc", str(nproc)), nproc), [0])
     same_bits(out, _reference(world, nproc))
-
-
-def random_kill(world: World, rng: random.Random, scratch: Path) -> None:
-    """Kill twice at random moments, then let it finish."""
-    out, kind = scratch / "run", rng.choice(list(KINDS))
-    for _ in range(2):
-        _kill_once(world, out, kind, rng.uniform(1.5, 6), rng)
-    _expect_undisturbed(world, out, KINDS[kind])
     left = [path.name for path in out.rglob(".*") if ".tmp-" in path.name]
     demand(not left, f"left behind: {left}")
 
 
+def random_kill(world: World, rng: random.Random, scratch: Path) -> None:
+    """Kill twice at random moments, then let it finish."""
+    out, kind = scratch / "run", rng.choice(list(VICTIMS))
+    arguments = world.train(out, "--nproc", str(VICTIMS[kind]))
+    for _ in range(2):
+        with _program(world, scratch, arguments) as (pid, _):
+            time.sleep(rng.uniform(0, 2.5))
+            _kill(kind, pid, rng)
+    _expect_undisturbed(world, out, VICTIMS[kind])
+
+
 def kill_at_start(world: World, rng: random.Random, scratch: Path) -> None:
-    """Kill while data is built or ranks join."""
-    out, kind = scratch / "run", rng.choice(list(KINDS))
-    _kill_once(world, out, kind, rng.uniform(0.2, 2.5), rng)
-    _expect_undisturbed(world, out, KINDS[kind])
+    """Kill while modules are imported, data is built or ranks join."""
+    out, kind = scratch / "run", rng.choice(list(VICTIMS))
+    with _start(world, out, VICTIMS[kind]) as process:
+        time.sleep(rng.uniform(0.2, 2.5))
+        _kill(kind, process.pid, rng)
+    _expect_undisturbed(world, out, VICTIMS[kind])
+
+
+def kill_kind(name: str, world: World, rng: random.Random, scratch: Path) -> None:
+    """Kill a run that saves every step three times, each time at a later step."""
+    kind, out = KINDS[name], scratch / "run"
+    offload = world.folder / "offload"
+    offload.mkdir(exist_ok=True)
+    options = [each.replace("OFFLOAD", str(offload)) for each in kind.options]
+    options += [f"training.steps={CHAIN_STEPS}", "checkpoint.every=1", "checkpoint.keep=2"]
+    options += ["--nproc", str(kind.nproc)]
+
+    def make(expected: Path) -> None:
+        expect(_finish(world, world.train(expected, *options), kind.nproc), [0])
+
+    expected = world.once(f"expected of {name}", make)
+    arguments = world.train(out, *options)
+    steps = sorted(rng.sample(range(CHAIN_STEPS), 3))
+    for step in steps:
+        with _program(world, scratch, arguments) as (pid, process):
+            while _last_step(out) < step and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.2))
+            victims = [v for v, nproc in VICTIMS.items() if nproc == kind.nproc]
+            _kill(rng.choice(victims), pid, rng)
+    expect(_finish(world, arguments, kind.nproc), [0])
+    same_bits(out, expected, CHAIN_STEPS)
+    left = [path.name for path in out.rglob(".*") if ".tmp-" in path.name]
+    demand(not left, f"left behind: {left}")
+
+
+def _last_step(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b'"loss"') if path.exists() else 0
 
 
 def two_runs(world: World, rng: random.Random, scratch: Path) -> None:
@@ -133,9 +244,19 @@ def disagreeing_rerun(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 ROWS = [
-    Row(name="random kill -9, twice a run", attack=random_kill, cases=100, sample=1, seconds=150),
-    Row(name="kill -9 during start", attack=kill_at_start, cases=20, sample=1, seconds=120),
+    Row(name="random kill -9, twice a run", attack=random_kill, cases=24, sample=1, seconds=150),
+    Row(name="kill -9 during start", attack=kill_at_start, cases=8, sample=1, seconds=200),
     Row(name="two runs, one folder", attack=two_runs, cases=10, sample=1, seconds=120),
     Row(name="writes that fail", attack=fill_the_disk, cases=12, sample=1, seconds=120),
     Row(name="parts of a run lost", attack=disagreeing_rerun, cases=10, sample=1, seconds=90),
+]
+ROWS += [
+    Row(
+        name=f"kill -9: {name}",
+        attack=partial(kill_kind, name),
+        cases=4,
+        sample=sample,
+        seconds=200,
+    )
+    for name, sample in zip(KINDS, (0, 0, 0, 1, 0, 0), strict=True)
 ]

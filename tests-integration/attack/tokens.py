@@ -221,6 +221,6 @@ ROWS = [
     Row(name="tokenizer file edited", attack=edited_tokenizer, cases=200, sample=2),
     Row(name="texts that are no documents", attack=hostile_texts, cases=60, sample=2),
     Row(name="links out of a corpus", attack=links_out, cases=6, sample=1),
-    Row(name="metrics and corpus records damaged", attack=damaged_record, cases=40, sample=1),
+    Row(name="metrics and corpus records damaged", attack=damaged_record, cases=24, sample=1),
     Row(name="links where files are written", attack=planted_links, cases=4, sample=1),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -58,6 +59,16 @@ class World:
     def train(self, out: Path, *more: str) -> list[str]:
         """Return the arguments of `mt-train` that train or continue in `out`."""
         return ["run", str(self.config), *more, "--out", str(out)]
+
+    def once(self, name: str, make: Callable[[Path], None]) -> Path:
+        """Return what the first case to need it makes under this name."""
+        path, new = self.folder / name, self.folder / f"{name}.new"
+        with (self.folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                make(new)
+                new.rename(path)
+        return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +134,10 @@ def preload() -> None:
     import tokenizers
     import torch._dynamo
     import zarr
+    from transformers import LlamaForCausalLM
 
     torch.set_num_threads(1)
-    del mt_ckpt, mt_data, mt_infer, mt_train, tokenizers, zarr
+    del mt_ckpt, mt_data, mt_infer, mt_train, tokenizers, zarr, LlamaForCausalLM
 
 
 def spawn(command: Sequence[str], **options: object) -> Result:
@@ -191,6 +203,15 @@ def flip_bit(path: Path, rng: random.Random) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+
+
+def children(pid: int) -> list[int]:
+    """Return the ids of a process's children; none of one that is gone."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
 
 
 def metrics(run: Path) -> list[dict]:

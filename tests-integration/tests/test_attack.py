@@ -11,7 +11,7 @@ ATTACK = Path(__file__).parents[1] / "attack" / "attack.py"
 def test_a_sample_of_every_attack_finds_nothing(cli) -> None:
     result = cli(sys.executable, ATTACK, "--sample", timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "| **all** |" in result.stdout
+    assert " tried, 0 bad" in result.stdout
 
 
 def test_a_case_that_goes_wrong_is_counted_and_can_be_run_again(tmp_path, cli) -> None:
@@ -30,7 +30,7 @@ def test_a_case_that_goes_wrong_is_counted_and_can_be_run_again(tmp_path, cli) -
         "rows = [Row(name=f.__name__, attack=f, cases=1, seconds=1) for f in (bad, hang, greedy)]\n"
         "world = World(folder=None, config=None, run=None, run_of_two=None)\n"
         "cases = [attack.Case(row=row, number=0) for row in rows]\n"
-        "found = {case.row.name: problem for case, problem in attack.attack(cases, world, 0)}\n"
+        "found = {case.row.name: problem for case, problem, _ in attack.attack(cases, world, 0)}\n"
         "assert 'a hole' in found['bad'], found\n"
         "assert 'not done after 1 s' in found['hang'], found\n"
         "assert 'MemoryError' in found['greedy'], found\n"

@@ -10,6 +10,7 @@ import torch
 from mt_model import GPT, EncoderDecoder, ModelConfig, Stack, VisionConfig, VisionEncoder
 from torch import Tensor
 
+from mt_hf.family.error import ExchangeError
 from mt_hf.reading.loading import from_pretrained
 from mt_hf.reading.pretrained import Pretrained
 
@@ -49,7 +50,7 @@ def compare(folder: Path, *, length: int, seed: int = 0) -> Comparison:
         seed: Seed of the tokens, or of the image.
 
     Raises:
-        ExchangeError: `from_pretrained` refuses the folder.
+        ExchangeError: `from_pretrained`, ours or transformers', refuses the folder.
     """
     ours, kind = from_pretrained(folder, dtype=torch.float32), "AutoModelForCausalLM"
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +74,11 @@ def compare(folder: Path, *, length: int, seed: int = 0) -> Comparison:
     # The folder may be hostile: no hub, no code from the folder, no pickle.
     outside = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     chosen: Any = getattr(transformers, kind)
-    theirs = chosen.from_pretrained(folder, dtype=torch.float32, **outside).eval()
+    try:
+        theirs = chosen.from_pretrained(folder, dtype=torch.float32, **outside).eval()
+    except Exception as error:  # of any kind, as for a quantised folder without its library
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        raise ExchangeError(f"transformers can't load {folder}: {why}") from error
     expected = theirs(**given)[0]
     same = found.argmax(-1) == expected.argmax(-1)
     return Comparison(
