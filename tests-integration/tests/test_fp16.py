@@ -32,12 +32,7 @@ def sampled(*names):
     return [n if n in names else pytest.param(n, marks=pytest.mark.campaign) for n in LAYOUTS]
 
 
-DYNAMIC = (
-    "optimizer.loss_scale=dynamic",
-    "optimizer.initial_loss_scale=1024",
-    "optimizer.loss_scale_window=3",
-    "optimizer.hysteresis=1",
-)
+DYNAMIC = ("optimizer.loss_scale={initial: 1024, growth_interval: 3, hysteresis: 1}",)
 SHORT = ("training.steps=8", "evaluation.max_windows=1")
 
 

@@ -14,6 +14,7 @@ from mt_optim import (
     LRSchedule,
     NormGroup,
     OptimizerConfig,
+    QKClip,
     ScaleState,
     StepGuard,
     WeightDecaySchedule,
@@ -23,7 +24,6 @@ from mt_optim import (
     grad_norm,
     is_hidden_matrix,
     mup_overrides,
-    qk_clip_scales,
 )
 from mt_optim.gradients.scaler import GradScaler, read_scale
 from mt_optim.gradients.statistics import by_layer
@@ -71,7 +71,7 @@ GOOD = [
     (GroupOverride, {"names": "*", "lr_scale": 1.0, "eps_scale": 1.0, "betas": (0.9, 0.95)}),
     (override_groups, {"named_params": NAMED, "overrides": [GroupOverride(names="*", lr_scale=2)]}),
     (mup_overrides, {"width_multiplier": 2.0, "is_hidden": is_hidden_matrix, "name": "sgd"}),
-    (qk_clip_scales, {"max_logits": torch.ones(2), "threshold": 1.0, "alpha": 0.5}),
+    (QKClip, {"threshold": 1.0, "alpha": 0.5}),
     (WeightDecaySchedule, {"start": 0.1, "end": 0.2, "length": 3, "kind": "linear"}),
 ]
 BAD = (None, -1, 1.5, float("nan"), 10**12, "x", [None], [("a", None)], {}, object())

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_pipeline import Bridge, Executor, TensorSpec, batch_boxes
+from mt_pipeline import Executor, TensorSpec
 from mt_pipeline.transfer import Mailbox
 from mt_schedule import Costs, insert_communication, make_schedule
 from mt_testing import CommunicationError, recorded_ranks, replay
@@ -172,23 +172,3 @@ def test_a_rank_that_takes_its_messages_in_another_order_is_found_to_hang():
 
     with pytest.raises(CommunicationError, match="ranks wait forever"):
         replay(recorded_ranks(2, run))
-
-
-@pytest.mark.filterwarnings("ignore:mt_pipeline.Bridge is experimental")
-@pytest.mark.parametrize("sides", [([[0], [1]], [[2], [3], [4], [5]]), ([[0, 1], [2]], [[1], [3]])])
-def test_a_bridge_ends_with_ranks_that_have_no_part(sides):
-    one, other = (batch_boxes(4, side) for side in sides)
-    whole = TensorSpec((4, 3), torch.float32)
-
-    def run(rank):
-        bridge = Bridge(one, other, group=dist.group.WORLD)
-        x = torch.ones(len(one[rank][0]), 3) if rank in one else None
-        y = bridge.forward(x, whole)
-        bridge.backward(y, whole)
-
-    ranks = recorded_ranks(7, run)
-    replay(ranks)
-    # Without the first call, for which all come, those without a part are missed.
-    late = [[call for call in calls if call.kind == "batch"] for calls in ranks]
-    with pytest.raises(CommunicationError, match="without ranks"):
-        replay(late)

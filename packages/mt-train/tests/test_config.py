@@ -206,19 +206,13 @@ BROKEN = {
         "run.yaml:13: optimizer.loss_scale: dynamic does not go with training.dtype bf16, which "
         "holds gradients as small as fp32 does; leave it out, or use dtype fp16",
     ),
-    "a setting of a dynamic scale for a constant one": (
-        MINIMAL + "  dtype: fp16\noptimizer:\n  loss_scale: 1024\n  hysteresis: 3\n",
-        "run.yaml:15: optimizer.hysteresis: 3 is for optimizer.loss_scale dynamic, which is "
-        "1024.0; leave it out, or use dynamic",
-    ),
     "a loss scale that is none": (
         MINIMAL + "  dtype: fp16\noptimizer:\n  loss_scale: auto\n",
         "run.yaml:14: optimizer.loss_scale: ",
     ),
     "a first scale below the smallest": (
-        MINIMAL + "  dtype: fp16\noptimizer: {loss_scale: dynamic, initial_loss_scale: 2, "
-        "min_loss_scale: 4}\n",
-        "run.yaml:13: optimizer.initial_loss_scale: 2.0 is below optimizer.min_loss_scale 4.0",
+        MINIMAL + "  dtype: fp16\noptimizer: {loss_scale: {initial: 2, minimum: 4}}\n",
+        "run.yaml:13: optimizer.loss_scale: initial 2.0 is below minimum 4.0",
     ),
     "a norm group without a norm": (
         MINIMAL + "optimizer:\n  norm_groups:\n    - {names: 'layers.*', max_norm: 0}\n",

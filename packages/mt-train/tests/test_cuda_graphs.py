@@ -52,11 +52,7 @@ def test_a_run_with_graphs_has_the_bits_of_one_without(
             ("training.dtype=bf16", "optimizer.ema=0.9", "optimizer.masters=remainder"), id="bf16"
         ),
         pytest.param(
-            (
-                "training.dtype=fp16",
-                "optimizer.loss_scale=dynamic",
-                "optimizer.initial_loss_scale=1e6",
-            ),
+            ("training.dtype=fp16", "optimizer.loss_scale={initial: 1e6}"),
             id="fp16",
         ),
         pytest.param(

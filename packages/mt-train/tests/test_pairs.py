@@ -219,22 +219,6 @@ PAIRS = {
             "does; leave it out, or use dtype fp16",
         ),
     ],
-    **{
-        f"optimizer.{key}": [
-            (
-                [f"optimizer.{key}=4", f"optimizer.loss_scale={given}"],
-                f"{shown} is for optimizer.loss_scale dynamic, which is {given}; leave it out, or "
-                "use dynamic",
-            )
-            for given in ("8.0", "null")
-        ]
-        for key, shown in (
-            ("initial_loss_scale", 4.0),
-            ("min_loss_scale", 4.0),
-            ("loss_scale_window", 4),
-            ("hysteresis", 4),
-        )
-    },
     "optimizer.muon_coefficients": [
         (
             ["optimizer.muon_coefficients=quintic"],

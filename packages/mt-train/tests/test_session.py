@@ -514,9 +514,8 @@ def test_a_gradient_that_is_not_finite_names_step_rank_and_parameter(value, tiny
 def test_a_skipped_step_is_told_and_moves_neither_weights_nor_schedule(
     tiny, tmp_path, rows, capsys
 ) -> None:
-    scaled = ("optimizer.loss_scale=dynamic", "optimizer.initial_loss_scale=16")
-    options = (*scaled, "optimizer.hysteresis=1", "optimizer.loss_scale_window=2")
-    outcome = tiny.run(tmp_path, *options, "training.steps=6", on_event=Spoiler(2, 3))
+    scaled = "optimizer.loss_scale={initial: 16, hysteresis: 1, growth_interval: 2}"
+    outcome = tiny.run(tmp_path, scaled, "training.steps=6", on_event=Spoiler(2, 3))
     assert outcome.step == 6
     found = [row for row in rows(tmp_path) if "loss" in row]
     assert [row["loss_scale"] for row in found] == [16, 16, 8, 4, 4, 8]
@@ -541,8 +540,7 @@ def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit_in_fp64(
 def test_fp16_trains_and_resumes_with_its_scale(tiny, tmp_path, rows, weights) -> None:
     options = (
         "training.dtype=fp16",
-        "optimizer.loss_scale=dynamic",
-        "optimizer.loss_scale_window=3",
+        "optimizer.loss_scale={growth_interval: 3}",
         "training.steps=40",
         "optimizer.schedule=constant",
     )

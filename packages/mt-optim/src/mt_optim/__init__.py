@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mt_optim.parameters.matrix import is_hidden_matrix as is_hidden_matrix
     from mt_optim.parameters.override import GroupOverride as GroupOverride
     from mt_optim.parameters.override import mup_overrides as mup_overrides
-    from mt_optim.qk_clip import qk_clip_scales as qk_clip_scales
+    from mt_optim.qk_clip import QKClip as QKClip
     from mt_optim.rules.orthogonal import Orthogonalization as Orthogonalization
     from mt_optim.rules.rule import Batch as Batch
     from mt_optim.rules.rule import Rule as Rule

@@ -1,4 +1,4 @@
-"""Run pipeline schedules, and join modules with different parallel layouts."""
+"""Run pipeline schedules in any training loop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,6 @@ from mt_pipeline.transfer import TensorSpec as TensorSpec
 from mt_pipeline.transfer import TransferError as TransferError
 
 if TYPE_CHECKING:
-    from mt_pipeline.bridge import Box as Box
-    from mt_pipeline.bridge import Bridge as Bridge
-    from mt_pipeline.bridge import Move as Move
-    from mt_pipeline.bridge import batch_boxes as batch_boxes
-    from mt_pipeline.bridge import layout_boxes as layout_boxes
-    from mt_pipeline.bridge import plan_moves as plan_moves
     from mt_pipeline.executor import Executor as Executor
 else:
     # Resolved at first use, so that an import stays light.

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 
 from mt_pipeline.batch import cut_batch
 from mt_pipeline.failure import share, share_failure, share_start
-from mt_pipeline.run import Goal, Place, Run
+from mt_pipeline.run import Place, Run
 from mt_pipeline.stage import Losses, Stage, StageError, is_kind, naming, splits
 from mt_pipeline.transfer import TensorSpec, TransferError, connect
 
@@ -148,7 +148,7 @@ class Executor(Generic[M]):
         self,
         microbatches: Sequence[M] | Batch,
         *,
-        objective: Callable[[Any, M], Goal],
+        objective: Callable[[Any, M], Tensor],
         record: bool = False,
     ) -> list[Any]:
         """Run forward and backward of every micro-batch; gradients are added to `.grad`.
@@ -161,9 +161,7 @@ class Executor(Generic[M]):
                 differentiate, a scalar that is not averaged or scaled. It is also called on every
                 earlier stage that returns losses, with these losses in place of the output, so
                 that one function weighs all losses; the sum of all its return values is
-                differentiated. If the gradient comes from elsewhere (over a `Bridge`), it
-                returns a function instead, which is called without arguments when the micro-batch
-                goes backward and returns the gradient of the output (a single tensor).
+                differentiated.
             record: Whether to keep the times of actions for `timeline`. On an accelerator this
                 synchronizes after each action.
 
@@ -309,7 +307,7 @@ class Executor(Generic[M]):
         self,
         schedule: Schedule,
         microbatches: Sequence[M],
-        objective: Callable[[Any, M], Goal] | None,
+        objective: Callable[[Any, M], Tensor] | None,
         *,
         specs: Sequence[TensorSpec] | None,
         outputs: Sequence[TensorSpec] | None = None,

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,11 +35,9 @@ from mt_pipeline.transfer import Links, Mailbox, TensorSpec
 M = TypeVar("M")
 Work = Generator[None, None, None]
 """A computation that pauses where another may take its turn."""
-Goal: TypeAlias = Tensor | Callable[[], Tensor]
-"""Return value of an objective: a loss, or a function that returns the output's gradient."""
-End: TypeAlias = tuple[Tensor, Goal | None]
-"""A tensor that the backward of a stage starts from, with its gradient or a function that returns
-it; None if the next stage sends the gradient."""
+End: TypeAlias = tuple[Tensor, Tensor | None]
+"""A tensor that the backward of a stage starts from, with its gradient; None if the next stage
+sends it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +79,7 @@ class _Kept:
     x: Tensor | None  # the stage's input
     parts: list[_Part] = field(default_factory=list)
     # Gradients of the edges that the last part ends in, as in `End`.
-    seeds: list[Goal | None] = field(default_factory=list)
+    seeds: list[Tensor | None] = field(default_factory=list)
 
 
 class Run(Generic[M]):
@@ -116,7 +114,7 @@ class Run(Generic[M]):
         *,
         specs: Sequence[TensorSpec] | None,
         output_specs: Sequence[TensorSpec] | None,
-        objective: Callable[[Any, M], Goal] | None,
+        objective: Callable[[Any, M], Tensor] | None,
         stop_at_failure: bool,
     ) -> None:
         self.outputs: dict[int, Any] = {}
@@ -266,16 +264,13 @@ class Run(Generic[M]):
         return x, ends
 
     def _end_last(self, action: Action, output: Any) -> list[End]:
-        """Call the objective; the backward begins at the loss, or at the output."""
+        """Call the objective; the backward begins at the loss."""
         if self._output_specs is not None:
             require_activation(output, self._output_specs[action.microbatch], said_by="output()")
         if self._objective is None:
             return []
-        goal: Any = self._objective(output, self._microbatches[action.microbatch])
-        if not callable(goal):
-            return [self._loss_end(action, require_scalar(goal))]
-        seed = cast("Callable[[], Tensor]", goal)
-        return [(require_activation(output, None, said_by="the objective"), seed)]
+        loss = self._objective(output, self._microbatches[action.microbatch])
+        return [self._loss_end(action, require_scalar(loss))]
 
     def _loss_end(self, action: Action, loss: Tensor) -> End:
         """Record a loss, and start the backward there."""
@@ -290,7 +285,7 @@ class Run(Generic[M]):
         grad = None if is_last else self.mail.take(Action(Op.RECV_B, *key))
         self._start(action)
         kept = self._kept.pop(key)
-        grads = [grad if s is None else s() if callable(s) else s for s in kept.seeds]
+        grads = [grad if seed is None else seed for seed in kept.seeds]
         weights: list[Pending] = []
         while kept.parts:
             part = kept.parts.pop()

@@ -179,10 +179,7 @@ def require_scalar(loss: Any) -> Tensor:
         got = type(loss).__name__
         if isinstance(loss, Tensor):
             got = f"a {tuple(loss.shape)} tensor with requires_grad={loss.requires_grad}"
-        raise TypeError(
-            "the objective must return one number that has a gradient, or a function that returns "
-            f"the output's gradient, got {got}"
-        )
+        raise TypeError(f"the objective must return one number that has a gradient, got {got}")
     return loss
 
 

@@ -134,7 +134,7 @@ def meet(group: dist.ProcessGroup, device: torch.device) -> None:
     except RuntimeError as error:
         raise TransferError(
             f"rank {dist.get_rank(group)} could not connect to its group: {error}. Every rank of "
-            "the group must make its Executor or Bridge at this point"
+            "the group must make its Executor at this point"
         ) from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from mt_files import Checks, shorten
+from mt_optim import LossScale, QKClip
 
 from mt_train.config.limits import MAX_STEPS, path_field
 
@@ -62,27 +63,6 @@ class OverrideEntry:
             checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
         if all(getattr(self, name) is None for name in (*_SCALES, "betas")):
             checks.add("names", f"nothing is other; set one of {', '.join(_SCALES)}, betas")
-        checks.done()
-
-
-@dataclass(frozen=True, kw_only=True)
-class QKClipEntry:
-    """When queries and keys are scaled back after a step.
-
-    Attributes:
-        threshold: Largest attention score without clipping.
-        alpha: Share of the scaling that the queries take, 0 to 1; the keys take the rest.
-    """
-
-    threshold: float = 100.0
-    alpha: float = 0.5
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.above(0, "threshold")
-        checks.at_most(_MAX_RATE, "threshold")
-        checks.at_least(0, "alpha")
-        checks.at_most(1, "alpha")
         checks.done()
 
 
@@ -167,14 +147,10 @@ class OptimizerSection:
         anneal_shape: Shape of the `wsd` anneal: `linear`, `cosine`, `exponential`, or `minus-sqrt`
             (1 - the square root of the completed share).
         loss_scale: Factor of the loss before backward, which keeps small fp16 gradients from
-            becoming zero: `dynamic`, or a constant number. All ranks skip a step whose gradient is
-            not finite, and the learning rate does not advance.
-        initial_loss_scale: Initial scale of `dynamic`; 2^32 by default.
-        min_loss_scale: Smallest scale of `dynamic`; 1 by default.
-        loss_scale_window: Steps without an overflow after which `dynamic` doubles its scale; 1000
-            by default.
-        hysteresis: Number of overflows before `dynamic` halves its scale; after that each overflow
-            halves it until it has grown again. 2 by default.
+            becoming zero: `dynamic`, a constant number, or the settings of a dynamic scale
+            (mt-optim's `LossScale`), such as `{initial: 65536, growth_interval: 1000}`.
+            All ranks skip a step whose gradient is not finite, and the learning rate does not
+            advance.
         norm_groups: Groups of parameters to clip apart from `training.grad_clip`: a list of
             `{names: GLOB, max_norm: X}`.
     """
@@ -199,7 +175,7 @@ class OptimizerSection:
     weight_decay_schedule: Literal["constant", "linear", "cosine"] = "constant"
     weight_decay_end: float | None = None
     ema: float | None = None
-    qk_clip: QKClipEntry | None = None
+    qk_clip: QKClip | None = None
     overrides: tuple[OverrideEntry, ...] = ()
     width_multiplier: float = 1.0
     skip_above: float | None = None
@@ -208,16 +184,14 @@ class OptimizerSection:
     warmup: int = 0
     anneal: float = 0.2
     anneal_shape: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
-    loss_scale: Literal["dynamic"] | float | None = None
-    initial_loss_scale: float | None = None
-    min_loss_scale: float | None = None
-    loss_scale_window: int | None = None
-    hysteresis: int | None = None
+    loss_scale: Literal["dynamic"] | float | LossScale | None = None
     norm_groups: tuple[NormGroupEntry, ...] = ()
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        self._check_scale(checks)
+        if isinstance(self.loss_scale, int | float):
+            checks.above(0, "loss_scale")
+            checks.at_most(_MAX_SCALE, "loss_scale")
         checks.above(0, "lr", "eps", "width_multiplier", "skip_above", "max_value")
         checks.at_least(0, "min_lr", "weight_decay", "weight_decay_end", "warmup", "anneal")
         checks.at_least(1, "soap_frequency", "soap_max_dim")
@@ -261,21 +235,3 @@ class OptimizerSection:
         elif not is_constant and self.weight_decay_end is None:
             text = "missing; optimizer.weight_decay_schedule goes there"
             checks.add("weight_decay_end", f"{text}, or leave that out")
-
-    def _check_scale(self, checks: Checks) -> None:
-        """Check the loss scale; all but the first key are for a dynamic one."""
-        sizes = ("initial_loss_scale", "min_loss_scale")
-        if self.loss_scale != "dynamic":
-            checks.above(0, "loss_scale")
-            checks.at_most(_MAX_SCALE, "loss_scale")
-        checks.above(0, *sizes)
-        checks.at_most(_MAX_SCALE, *sizes)
-        checks.at_least(1, "loss_scale_window", "hysteresis")
-        for key in (*sizes, "loss_scale_window", "hysteresis"):
-            if getattr(self, key) is not None and self.loss_scale != "dynamic":
-                text = f"{getattr(self, key)} is for optimizer.loss_scale dynamic, which is "
-                text += f"{'null' if self.loss_scale is None else self.loss_scale}; leave it out"
-                checks.add(key, text + ", or use dynamic")
-        first, least = self.initial_loss_scale, self.min_loss_scale
-        if not checks.errors and first is not None and least is not None and first < least:
-            checks.add("initial_loss_scale", f"{first} is below optimizer.min_loss_scale {least}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from mt_optim import DistributedOptimizer, qk_clip_scales
+from mt_optim import DistributedOptimizer
 from torch import Tensor
 
 from mt_train.agreement import WORLD
@@ -18,9 +18,9 @@ class LogitClip(TrainerPart):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        section = setup.config.optimizer.qk_clip
-        assert section is not None, "is_wanted looked"  # noqa: S101
-        self._section, self._stages, self._state = section, setup.stages, setup.state
+        clip = setup.config.optimizer.qk_clip
+        assert clip is not None, "is_wanted looked"  # noqa: S101
+        self._clip, self._stages, self._state = clip, setup.stages, setup.state
         self._kv_heads = clipped_heads(setup.model)
 
     @staticmethod
@@ -63,8 +63,7 @@ class LogitClip(TrainerPart):
         group = self._state.group(WORLD)
         if group is not None:
             dist.all_reduce(table, op=dist.ReduceOp.MAX, group=group)
-        section = self._section
-        query, key = qk_clip_scales(table, threshold=section.threshold, alpha=section.alpha)
+        query, key = self._clip.scales(table)
         rows = [slice(heads) for heads in self._kv_heads]
         queries = {i: query[i, own] for i, own in enumerate(rows)}
         keys = {i: key[i, own] for i, own in enumerate(rows)}

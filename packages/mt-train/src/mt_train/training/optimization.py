@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,7 +12,6 @@ from mt_files import did_you_mean, shorten, to_plain
 from mt_model import ModelConfig
 from mt_optim import (
     GroupOverride,
-    LossScale,
     NormGroup,
     OptimizerConfig,
     Orthogonalization,
@@ -30,59 +30,31 @@ _ADAMW_SIZE = 0.2  # of a spectral step: the size that a step of AdamW has
 
 
 def optimizer_config(config: RunConfig) -> OptimizerConfig:
-    """Return what mt-optim builds the run's optimizer of.
+    """Return what mt-optim builds the run's optimizer of; fields of one name are the same setting.
 
     A run in fp64 also makes matrices orthogonal in fp64, so that it shows that the layout changes
     nothing; the others do that in bf16.
     """
     section = config.optimizer
+    shared = {item.name for item in fields(OptimizerConfig)} & {x.name for x in fields(section)}
     spectral = section.muon_scale == "spectral"
-    return OptimizerConfig(
-        name=section.name,
-        lr=section.lr,
-        weight_decay=section.weight_decay,
-        betas=None if section.name == "sgd" else section.betas,
-        eps=section.eps,
-        momentum=section.momentum,
-        nesterov=section.nesterov,
-        orthogonalization=Orthogonalization(
+    settings: dict[str, Any] = {name: getattr(section, name) for name in shared}
+    settings |= {
+        "betas": None if section.name == "sgd" else section.betas,
+        "orthogonalization": Orthogonalization(
             coefficients=section.muon_coefficients,
             scale=section.muon_scale,
             extra_scale=_ADAMW_SIZE if spectral else 1.0,
             tp=section.muon_tp,
             dtype=torch.float64 if config.training.dtype == "fp64" else torch.bfloat16,
         ),
-        soap_frequency=section.soap_frequency,
-        soap_max_dim=section.soap_max_dim,
-        moments_dtype=section.moments_dtype,
-        masters=section.masters,
-        offload=section.offload,
-        offload_dir=section.offload_dir,
-        ema=section.ema,
-        overrides=_overrides(section),
-        loss_scale=loss_scale(section),
-        max_norm=config.training.grad_clip,
-        norm_groups=tuple(
-            NormGroup(names=group.names, max_norm=group.max_norm) for group in section.norm_groups
-        ),
-        max_value=section.max_value,
-        skip_above=section.skip_above,
-        count_zeros=config.logging.zeros,
-        statistics="layer" if config.logging.gradients else None,
-    )
-
-
-def loss_scale(section: OptimizerSection) -> LossScale | None:
-    """Return how the loss is scaled; None where it is not."""
-    if section.loss_scale != "dynamic":
-        return LossScale.of(section.loss_scale)
-    given: dict[str, Any] = {
-        "initial": section.initial_loss_scale,
-        "minimum": section.min_loss_scale,
-        "growth_interval": section.loss_scale_window,
-        "hysteresis": section.hysteresis,
+        "overrides": _overrides(section),
+        "max_norm": config.training.grad_clip,
+        "norm_groups": tuple(NormGroup(**to_plain(group)) for group in section.norm_groups),
+        "count_zeros": config.logging.zeros,
+        "statistics": "layer" if config.logging.gradients else None,
     }
-    return LossScale(**{key: value for key, value in given.items() if value is not None})
+    return OptimizerConfig(**settings)
 
 
 def _overrides(section: OptimizerSection) -> tuple[GroupOverride, ...]:
