@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_pipeline import Executor, StageError, TensorSpec, TransferError
-from mt_schedule import Action, Op, insert_hooks, make_schedule
+from mt_schedule import Action, Op, make_schedule
 from mt_testing import RankFailure
 from stages import spec
 from torch import nn
@@ -147,7 +147,7 @@ def test_a_failure_whose_zeros_make_others_fail_is_the_one_that_is_raised(ranks)
         assert cause == ("ArithmeticError" if rank == 0 else "NoneType")
 
 
-def test_failures_of_split_backwards_and_hooks_are_named(ranks):
+def test_failures_of_split_backwards_are_named(ranks):
     def split(schedule):
         return dataclasses.replace(
             schedule,
@@ -163,24 +163,12 @@ def test_failures_of_split_backwards_and_hooks_are_named(ranks):
             ),
         )
 
-    def fail(stage):
-        if stage == failing[0]:
-            raise OSError("the network is away")
-
-    failing = [None]
-
     def body():
-        schedule = insert_hooks(split(make_schedule("1f1b", stages=2, microbatches=3)))
-        mine, executor = make_executor(
-            schedule, hooks={Op.GATHER: lambda stage: None, Op.REDUCE: fail}
-        )
+        mine, executor = make_executor(split(make_schedule("1f1b", stages=2, microbatches=3)))
         seen = []
         for stage in (0, 1):  # the first stage does everything in W
             mine[0].faults = [(stage, 1, True, "out of luck")]
             seen.append(failure_of(lambda: executor.run(batches(3), objective=objective))[0])
-        mine[0].faults = ()
-        failing[0] = 1
-        seen.append(failure_of(lambda: executor.run(batches(3), objective=objective))[0])
         return seen
 
     first, second = ranks(2, body)
@@ -190,7 +178,6 @@ def test_failures_of_split_backwards_and_hooks_are_named(ranks):
         "ArithmeticError: out of luck",
         "stage 1 on pipeline rank 1 failed in the input backward of micro-batch 1: "
         "ArithmeticError: out of luck",
-        "stage 1 on pipeline rank 1 failed in the gradient reduction: OSError: the network is away",
     ]
 
 
@@ -210,27 +197,6 @@ def test_several_stages_on_a_rank_fail_alone(ranks):
     assert first == second
     for stage, text in enumerate(first):
         assert re.match(rf"stage {stage} on pipeline rank {stage % 2} failed in the backward", text)
-
-
-def test_a_hook_that_the_schedule_has_must_be_given():
-    schedule = insert_hooks(make_schedule("1f1b", 1, 2))
-    with pytest.raises(
-        ValueError, match=r"has GATHER of stage 0, but hooks has no Op.GATHER: pass"
-    ):
-        Executor(schedule, Stage(0), group=None)
-    with pytest.raises(ValueError, match=r"hooks has .*only Op.GATHER and Op.REDUCE call a hook"):
-        Executor(schedule, Stage(0), group=None, hooks={Op.F: print})
-
-
-@pytest.mark.parametrize("op", [Op.GATHER, Op.REDUCE])
-def test_a_hook_that_the_schedule_would_never_call_is_refused(op):
-    schedule = make_schedule("1f1b", 1, 2)
-    other = insert_hooks(schedule, gather=op is Op.REDUCE, reduce=op is Op.GATHER)
-    fix = rf"hooks has Op.{op.name}, but schedule '1f1b' has no .*: pass insert_hooks\(schedule\)"
-    hooks = {Op.GATHER: print, Op.REDUCE: print}
-    for each, given in ((schedule, {op: print}), (other, hooks)):
-        with pytest.raises(ValueError, match=fix):
-            Executor(each, Stage(0), group=None, hooks=given)
 
 
 def test_failures_that_are_not_shared_are_raised_where_they_happen(ranks):

@@ -1,20 +1,18 @@
-"""What a stage may offer: parts that take turns, weight gradients that wait; and hooks."""
+"""What a stage may offer: parts that take turns, weight gradients that wait."""
 
 import dataclasses
 import itertools
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from mt_parallel_state import WgradStore
 from mt_pipeline import DefersWeightGradients, Executor, SplitStage
-from mt_schedule import Action, Op, Schedule, insert_hooks, make_schedule
+from mt_schedule import Action, Op, Schedule, make_schedule
 from stages import spec, split_backwards
 from torch import nn
 
 WIDTH = 6
-HOOKS = (Op.GATHER, Op.REDUCE)
 
 
 def objective(output, batch):
@@ -286,71 +284,6 @@ def test_weight_gradients_that_layers_defer_wait_for_w(ranks):
             assert torch.equal(a, b)
 
     ranks(2, body)
-
-
-def test_hooks_are_called_where_the_schedule_has_them(ranks):
-    def body():
-        log = []
-
-        class Logged(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layer = nn.Linear(WIDTH, WIDTH).double()
-
-            def forward(self, x, batch):
-                log.append("F")
-                y = self.layer(batch if x is None else x)
-                y.register_hook(lambda _: log.append("B"))
-                return y
-
-        schedule = insert_hooks(make_schedule("1f1b", stages=2, microbatches=2))
-        hooks = {op: lambda stage, op=op: log.append(f"{op.name} {stage}") for op in Op}
-        executor = Executor(
-            schedule,
-            Logged(),
-            group=dist.group.WORLD,
-            activation=spec,
-            hooks={op: hooks[op] for op in (Op.GATHER, Op.REDUCE)},
-        )
-        executor.run(make_batches(2), objective=objective)
-        return log
-
-    assert ranks(2, body) == [
-        ["GATHER 0", "F", "F", "B", "B", "REDUCE 0"],
-        ["GATHER 1", "F", "B", "F", "B", "REDUCE 1"],
-    ]
-
-
-@pytest.mark.parametrize("name", ["interleaved", "dualpipe"])
-def test_parameters_are_gathered_before_forwards_without_a_backward_too(ranks, name):
-    schedule = insert_hooks(make_schedule(name, stages=2, microbatches=4))
-
-    def body():
-        log = []
-
-        def stage(x, batch, number):
-            log.append(("F", number))
-            return batch * 1.0 if x is None else x
-
-        executor = Executor(
-            schedule,
-            [partial(stage, number=s) for s in schedule.stages_of(dist.get_rank())],
-            group=dist.group.WORLD,
-            activation=spec,
-            hooks={op: lambda stage, op=op: log.append((op.name, stage)) for op in HOOKS},
-        )
-        executor.evaluate(make_batches(1))
-        log.append("infer")
-        executor.infer(make_batches(6), output=spec)
-        return log
-
-    for rank, log in enumerate(ranks(2, body)):
-        middle = log.index("infer")
-        for number, run in ((1, log[:middle]), (6, log[middle + 1 :])):
-            for stage in (rank, rank + 2) if name == "interleaved" else (rank,):
-                of_stage = [op for op, each in run if each == stage]
-                assert of_stage == ["GATHER", *["F"] * number]
-        assert len(log) == {"interleaved": 19, "dualpipe": 10}[name]
 
 
 def test_a_recorded_run_has_the_times_of_all_ranks(ranks):

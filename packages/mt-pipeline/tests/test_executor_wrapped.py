@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_pipeline import Executor
-from mt_schedule import Op, insert_hooks, make_schedule
+from mt_schedule import make_schedule
 from mt_testing import sample
 from stages import spec
 from torch import nn
@@ -143,31 +143,6 @@ def test_gradient_hooks_that_count_backwards_reduce_while_the_pipeline_runs(rank
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_reduce_hook_of_the_schedule_may_start_the_reduction(ranks, name):
-    def body():
-        schedule, modules, expected = setup(name)
-        group, works = replica_group(), []
-        held = schedule.stages_of(dist.get_rank() % 2)
-
-        def reduce(stage):
-            for grad in gradients([modules[held.index(stage)]]):
-                works.append(dist.all_reduce(grad, group=group, async_op=True))
-
-        run(
-            insert_hooks(schedule, gather=False),
-            modules,
-            group=pipeline_group(),
-            seed=dist.get_rank() // 2,
-            hooks={Op.REDUCE: reduce},
-        )
-        for work in works:
-            work.wait()
-        assert_equal(gradients(modules), expected)
-
-    ranks(4, body)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_fully_sharded_stages_gather_and_reduce_by_their_own_hooks(ranks, name):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -187,29 +162,19 @@ def test_fully_sharded_stages_gather_and_reduce_by_their_own_hooks(ranks, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ddp_stages_reduce_where_the_caller_lets_them(ranks, name):
-    """DDP takes it that a backward follows each forward, so no_sync and REDUCE do its work."""
+    """DDP takes it that a backward follows each forward, so no_sync and the caller do its work."""
     from torch.nn.parallel import DistributedDataParallel
 
     def body():
         schedule, modules, expected = setup(name)
         group = replica_group()
         wrapped = [DistributedDataParallel(module, process_group=group) for module in modules]
-        held = schedule.stages_of(dist.get_rank() % 2)
-
-        def reduce(stage):
-            for grad in gradients([modules[held.index(stage)]]):
-                dist.all_reduce(grad, group=group)
-
         with contextlib.ExitStack() as stack:
             for module in wrapped:
                 stack.enter_context(module.no_sync())
-            run(
-                insert_hooks(schedule, gather=False),
-                wrapped,
-                group=pipeline_group(),
-                seed=dist.get_rank() // 2,
-                hooks={Op.REDUCE: reduce},
-            )
+            run(schedule, wrapped, group=pipeline_group(), seed=dist.get_rank() // 2)
+        for grad in gradients(modules):
+            dist.all_reduce(grad, group=group)
         assert_equal(gradients(modules), expected)
 
     ranks(4, body)

@@ -10,7 +10,6 @@ from mt_schedule import (
     Violation,
     check,
     insert_communication,
-    insert_hooks,
     make_schedule,
     simulate,
 )
@@ -207,24 +206,6 @@ def test_a_microbatch_of_the_other_direction_is_named():
     assert [v.sentence for v in violations] == ["F3 of stage 0: micro-batches 0..1 pass that stage"]
 
 
-def test_hooks_are_in_every_stage_or_none_and_where_they_belong():
-    hooked = insert_hooks(BASE)
-    assert check(hooked) == []
-    # rank 1: GATHER F0 F1 B0 F2 B1 F3 B2 B3 REDUCE
-    dropped = check(edited(hooked, 1, lambda actions: actions.pop(-1)))
-    assert [str(v) for v in dropped] == [
-        "rank 1, action 9: REDUCE of stage 1 is missing on this rank"
-    ]
-    late = check(edited(hooked, 1, lambda actions: actions.insert(1, actions.pop(0))))
-    assert [v.sentence for v in late] == [
-        "F0 of stage 1 needs GATHER of stage 1, which is action 1"
-    ]
-    early = check(edited(hooked, 1, lambda actions: actions.insert(8, actions.pop(9))))
-    assert [v.sentence for v in early] == [
-        "REDUCE of stage 1 needs B3 of stage 1, which is action 9"
-    ]
-
-
 def test_an_overlapped_pair_whose_second_depends_on_its_first_is_a_deadlock(parse):
     schedule = parse("F0 F1 B0 B1\nF0 B0 F1 B1", stages=2, microbatches=2)
     assert check(schedule) == []
@@ -290,19 +271,3 @@ def test_a_deadlock_is_found_beside_a_pair_that_cannot_be(parse):
     schedule = parse("F0 B0 F1 B1\nF0 F1 B0 B1", stages=2, microbatches=2)
     violations = check(with_pairs([(f(0, 0), b(1, 1))], base=schedule))
     assert ["deadlock" in v.sentence for v in violations] == [False, True, True]
-
-
-def test_hooks_do_not_part_an_overlapped_pair():
-    order = (f(0, 0), f(0, 1), b(0, 0), f(1, 2), b(1, 2), b(0, 1), f(1, 3), b(1, 3))
-    schedule = Schedule(
-        name="two models on one rank",
-        stages=2,
-        directions=2,
-        microbatches=4,
-        ranks=(order,),
-        pairs=frozenset({(f(0, 1), b(0, 0))}),
-    )
-    assert check(schedule) == []
-    hooked = insert_hooks(schedule)
-    assert check(hooked) == []
-    assert str(hooked).endswith(": GATHERa F0a GATHERb F1a&B0a F2b B2b B1a REDUCEa F3b B3b REDUCEb")

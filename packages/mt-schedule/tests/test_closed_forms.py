@@ -290,9 +290,20 @@ def test_simulation_is_the_longest_path_for_random_times_and_delays(name, p, ext
     p, extra = (p + p % 2, extra + extra % 2) if name == "dualpipe" else (p, extra)
     schedule = make_schedule(name, p, 2 * p + extra)
     chance = random.Random(seed)
-    times = {action: chance.uniform(0.1, 5) for _, _, action in schedule}
-    costs = Costs(latency=latency, pair_share=chance.uniform(0.5, 1))
-    simulated = simulate(schedule, costs=costs, measured=times)
+    forward, inputs, weight = (
+        [chance.uniform(0.1, 5) for _ in range(schedule.depth)] for _ in range(3)
+    )
+    backward = [sum(both) for both in zip(inputs, weight, strict=True)]
+    costs = Costs(
+        forward=forward,
+        backward=backward,
+        weight=weight,
+        latency=latency,
+        pair_share=chance.uniform(0.5, 1),
+    )
+    of_op = {Op.F: forward, Op.B: backward, Op.I: inputs, Op.W: weight}
+    times = {a: of_op[a.op][a.stage % schedule.depth] for _, _, a in schedule}
+    simulated = simulate(schedule, costs=costs)
     ends = {span.action: span.end for spans in simulated.timeline for span in spans}
     assert ends == pytest.approx(event_times(schedule, costs, times))
     assert simulated.makespan == pytest.approx(max(ends.values()))

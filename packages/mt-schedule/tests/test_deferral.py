@@ -12,7 +12,6 @@ from mt_schedule import (
     defer_weights,
     draw_text,
     insert_communication,
-    insert_hooks,
     make_schedule,
     simulate,
 )
@@ -38,14 +37,6 @@ def test_a_weight_gradient_goes_to_the_end():
     schedule = make_schedule("zb-h1", 2, 3)
     assert orders(schedule)[0] == "F0 F1 I0 W0 F2 I1 W1 I2 W2"
     assert orders(defer_weights(schedule, some(schedule, (0,))))[0] == "F0 F1 I0 F2 I1 W1 I2 W2 W0"
-
-
-def test_gradients_are_reduced_after_what_was_put_off():
-    schedule = insert_hooks(make_schedule("bfs", 1, 2), gather=False)
-    assert orders(schedule) == ["F0a F1a F0b F1b B0b B1b REDUCEb B0a B1a REDUCEa"]
-    deferred = defer_weights(schedule)
-    assert orders(deferred) == ["F0a F1a F0b F1b I0b I1b W0b W1b REDUCEb I0a I1a W0a W1a REDUCEa"]
-    assert check(deferred) == []
 
 
 def test_overlapped_pairs_stay():

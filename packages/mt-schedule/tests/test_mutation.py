@@ -16,7 +16,6 @@ from mt_schedule import (
     Schedule,
     check,
     insert_communication,
-    insert_hooks,
     make_schedule,
 )
 
@@ -42,8 +41,6 @@ class Interpreter:
         self.sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
         self.receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
         self.live = [0] * len(schedule.ranks)
-        self.gathers = any(a.op is Op.GATHER for _, _, a in schedule)
-        self.reduces = any(a.op is Op.REDUCE for _, _, a in schedule)
         self.talks = any(a.op.is_message for _, _, a in schedule)
 
     def goes_wrong(self) -> bool:
@@ -102,8 +99,7 @@ class Interpreter:
         stages, holder = self.schedule.stages, self.schedule.stage_ranks
         if not 0 <= action.stage < stages or holder[action.stage] != rank:
             raise WrongRunError
-        numbers = [0] if action.op.is_hook else self.schedule.microbatches_of(action.stage)
-        if action.microbatch not in numbers:
+        if action.microbatch not in self.schedule.microbatches_of(action.stage):
             raise WrongRunError
 
     def neighbour(self, stage: int, *, after: bool) -> int | None:
@@ -172,16 +168,10 @@ class Interpreter:
         elif source and not any(one in self.done for one in source):
             raise WrongRunError
         had = {other: Action(other, stage, number) in self.done for other in Op}
-        if op is Op.F and self.gathers and Action(Op.GATHER, stage) not in self.done:
-            raise WrongRunError
         if op in (Op.B, Op.I) and (not had[Op.F] or had[Op.B] or had[Op.I]):
             raise WrongRunError
         if op is Op.W and not had[Op.I]:
             raise WrongRunError
-        if op is Op.REDUCE:
-            for each in self.schedule.microbatches_of(stage):
-                if not {Action(Op.B, stage, each), Action(Op.W, stage, each)} & self.done:
-                    raise WrongRunError
         self.done.add(action)
         self.live[rank] += {Op.F: 1, Op.B: -1, Op.W: -1}.get(op, 0)
         declared = self.schedule.peak_activations
@@ -225,8 +215,6 @@ def draw(chance: random.Random) -> Schedule:
     pairs = name in ("1f1b", "interleaved") and chance.random() < 0.5
     options = {"overlap": True} if pairs else {}
     schedule = make_schedule(name, stages, microbatches, **options)
-    if chance.random() < 0.3:
-        schedule = insert_hooks(schedule)
     if chance.random() < 0.6:
         schedule = insert_communication(schedule)
     return schedule

@@ -10,7 +10,6 @@ from mt_schedule import (
     Op,
     Schedule,
     insert_communication,
-    insert_hooks,
     make_schedule,
     simulate,
 )
@@ -30,12 +29,6 @@ def test_large_schedules_are_simulated_in_seconds(stages, microbatches, seconds)
     assert took < seconds
 
 
-def test_measured_times_of_single_actions_come_first():
-    schedule = make_schedule("1f1b", 2, 2)
-    slow = {Action(Op.F, 1, 1): 6.0}
-    assert simulate(schedule, measured=slow).makespan == 9.0 + 5.0
-
-
 @pytest.mark.parametrize(
     "astray", [Action(Op.F, 7, 0), Action(Op.B, -1, 0), Action(Op.F, 0, 2), Action(Op.F, 1, -1)]
 )
@@ -46,21 +39,6 @@ def test_an_action_of_no_stage_or_microbatch_points_to_check(astray):
     for refuses in (simulate, insert_communication):
         with pytest.raises(ValueError, match=r"there is no such .*check\(schedule\)"):
             refuses(broken)
-
-
-@pytest.mark.parametrize(
-    ("measured", "message"),
-    [
-        ({Action(Op.F, 0, 0): -5.0}, "F0 of stage 0 is measured at -5.0: expected a time of 0"),
-        ({Action(Op.F, 0, 0): float("nan")}, "is measured at nan"),
-        ({Action(Op.F, 0, 0): float("inf")}, "is measured at inf"),
-        ({Action(Op.F, 0, 2): 1.0}, "F2 of stage 0 is measured, but not in schedule '1f1b'"),
-        ({Action(Op.W, 0, 0): 1.0}, "W0 of stage 0 is measured, but not in schedule '1f1b'"),
-    ],
-)
-def test_measured_times_that_cannot_be_are_refused(measured, message):
-    with pytest.raises(ValueError, match=message):
-        simulate(make_schedule("1f1b", 2, 2), measured=measured)
 
 
 def test_an_overlapped_pair_starts_with_both_inputs_and_ends_as_one():
@@ -74,23 +52,8 @@ def test_an_overlapped_pair_starts_with_both_inputs_and_ends_as_one():
     assert simulate(apart).makespan <= simulate(schedule).makespan
 
 
-def test_hooks_take_no_time_and_stand_at_the_ends():
-    schedule = make_schedule("interleaved", 2, 4)
-    hooked = insert_hooks(schedule)
-    assert simulate(hooked) == simulate(schedule)
-    lines = str(hooked).splitlines()
-    # One action ahead of what needs it.
-    assert lines[1].startswith("rank 0: GATHERa F0a GATHERb F1a F0b")
-    assert lines[1].endswith("B2b B3b REDUCEb B2a B3a REDUCEa")
-    full = insert_communication(hooked)
-    kept = [[a for a in actions if not a.op.is_message] for actions in full.ranks]
-    assert kept == [list(actions) for actions in hooked.ranks]
-    with pytest.raises(ValueError, match="has hooks already"):
-        insert_hooks(hooked)
-
-
 def test_values_with_everything_survive_json():
-    schedule = insert_communication(insert_hooks(make_schedule("dualpipe", 2, 4)))
+    schedule = insert_communication(make_schedule("dualpipe", 2, 4))
     again = Schedule.from_json(schedule.to_json())
     assert again == schedule
     assert again.pairs

@@ -65,9 +65,6 @@ class Executor(Generic[M]):
         device: Device of the activations.
         batch_p2p: Whether the messages of an exchange that go in one direction are one
             `batch_isend_irecv` (see `Mailbox`). None means yes unless the device is a CPU.
-        hooks: Functions to call for `Op.GATHER` and `Op.REDUCE` with the number of the stage, if
-            the schedule has them (`insert_hooks`). `run` calls both, `evaluate` and `infer` only
-            GATHER. A hook may start a collective; the code that needs the result waits for it.
         share_failures: Whether ranks agree on failures, by an all-reduce of three numbers before
             each run and of one number after it. Without it, a `StageError` is raised only on the
             rank that failed. Use that for very short steps, under a launcher that ends all ranks
@@ -77,8 +74,8 @@ class Executor(Generic[M]):
             parallelism, FSDP); the failed process has to end, which the other ranks notice.
 
     Raises:
-        ValueError: The schedule has violations, or does not fit the group, the stages or the
-            hooks; or a `SplitStage` is itself an FSDP module.
+        ValueError: The schedule has violations, or does not fit the group or the
+            stages; or a `SplitStage` is itself an FSDP module.
         TypeError: An argument is not a schedule, a group or a function.
         TransferError: Another rank of the group did not take part.
     """
@@ -92,7 +89,6 @@ class Executor(Generic[M]):
         activation: Callable[[M], TensorSpec] | None = None,
         device: torch.device | str = "cpu",
         batch_p2p: bool | None = None,
-        hooks: Mapping[Op, Callable[[int], object]] | None = None,
         share_failures: bool = True,
         stop_at_failure: bool = False,
     ) -> None:
@@ -119,7 +115,6 @@ class Executor(Generic[M]):
                 f"activation is None but the schedule has {size} ranks: pass a function from a "
                 "micro-batch to the TensorSpec of the tensor that stages send on"
             )
-        _require_hooks(schedule, self.rank, hooks or {})
         device = torch.device(device)
         stages = _assign(stage, schedule.stages_of(self.rank), self.rank)
         if schedule.pairs:
@@ -140,7 +135,6 @@ class Executor(Generic[M]):
             group=group,
             device=device,
             stages=stages,
-            hooks=dict(hooks or {}),
             links=links,
         )
 
@@ -171,7 +165,7 @@ class Executor(Generic[M]):
             `losses` has the values of the objective.
 
         Raises:
-            StageError: A stage, the objective, a hook or `activation` raised on some rank, or a
+            StageError: A stage, the objective or `activation` raised on some rank, or a
                 rank was given another number of micro-batches than the schedule's.
             TransferError: Another rank went away.
             ValueError: The number of micro-batches is not the schedule's, and there is one rank.
@@ -248,7 +242,7 @@ class Executor(Generic[M]):
         activations = outputs = failure = None
         group, first = self._place.group, next(iter(self._place.stages), 0)
         try:
-            with nullcontext() if group is None else naming(Action(Op.F, first), self.rank):
+            with nullcontext() if group is None else naming(Action(Op.F, first, 0), self.rank):
                 microbatches = cut_batch(given, self.schedule.microbatches)
             got = len(microbatches)
             if number not in (None, got):
@@ -403,26 +397,6 @@ class Executor(Generic[M]):
             )
             for spans in ranks
         )
-
-
-def _require_hooks(
-    schedule: Schedule, rank: int, hooks: Mapping[Op, Callable[[int], object]]
-) -> None:
-    called = {action.op for _, _, action in schedule}
-    for op in hooks:
-        if op not in (Op.GATHER, Op.REDUCE):
-            raise ValueError(f"hooks has {op!r}: only Op.GATHER and Op.REDUCE call a hook")
-        if op not in called:
-            raise ValueError(
-                f"hooks has Op.{op.name}, but schedule {schedule.name!r} has no {op.name} that "
-                "would call it: pass insert_hooks(schedule)"
-            )
-    for action in schedule.ranks[rank]:
-        if action.op.is_hook and action.op not in hooks:
-            raise ValueError(
-                f"the schedule has {action}, but hooks has no Op.{action.op.name}: pass "
-                f"hooks={{Op.{action.op.name}: function of a stage number}}"
-            )
 
 
 def _assign(

@@ -53,7 +53,7 @@ def share_failure(
     late = max(starts.values(), default=0.0) + 1
     first = min(
         failures,
-        key=lambda f: (0 if f.op is Op.GATHER else starts.get(f.action, late), f.rank),
+        key=lambda f: (starts.get(f.action, late), f.rank),
     )
     return error if error is not None and error.rank == first.rank else first
 

@@ -49,7 +49,6 @@ class Place(Generic[M]):
         group: The ranks of the pipeline.
         device: Device of the activations.
         stages: The stages of this rank by number.
-        hooks: Functions that GATHER and REDUCE call with the number of a stage.
         links: Connections to the other ranks; None if there is one rank.
     """
 
@@ -57,7 +56,6 @@ class Place(Generic[M]):
     group: dist.ProcessGroup | None
     device: torch.device
     stages: Mapping[int, Stage[M]]
-    hooks: Mapping[Op, Callable[[int], object]]
     links: Links | None
 
 
@@ -181,15 +179,12 @@ class Run(Generic[M]):
             return self._forward(action)
         if action.op in (Op.B, Op.I):
             return self._backward(action)
-        return self._at_once(action)
+        return self._weight_gradients(action)
 
-    def _at_once(self, action: Action) -> Work:
+    def _weight_gradients(self, action: Action) -> Work:
         self._start(action)
-        if action.op is Op.W:
-            for weights in self._weights.pop(action[1:]):
-                weights()
-        else:
-            self._place.hooks[action.op](action.stage)
+        for weights in self._weights.pop(action[1:]):
+            weights()
         yield from ()
 
     def _go_without(self, action: Action) -> None:

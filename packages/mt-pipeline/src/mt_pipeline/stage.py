@@ -87,7 +87,7 @@ class StageError(RuntimeError):
     Attributes:
         stage: The stage that raised.
         microbatch: Index of the micro-batch.
-        op: The operation: `Op.F`, `Op.B`, `Op.I`, `Op.W`, or a hook.
+        op: The operation: `Op.F`, `Op.B`, `Op.I` or `Op.W`.
         rank: The pipeline rank that holds the stage.
         action: Operation, stage and micro-batch as an action.
         reason: Type and text of the exception.
@@ -96,9 +96,7 @@ class StageError(RuntimeError):
     def __init__(self, action: Action, rank: int, reason: str) -> None:
         self.stage, self.microbatch, self.op = action.stage, action.microbatch, action.op
         self.action, self.rank, self.reason = action, rank, reason
-        what = f"the {_CALLED[action.op]}"
-        if not action.op.is_hook:
-            what += f" of micro-batch {action.microbatch}"
+        what = f"the {_CALLED[action.op]} of micro-batch {action.microbatch}"
         super().__init__(f"stage {action.stage} on pipeline rank {rank} failed in {what}: {reason}")
 
     def __reduce__(self) -> tuple[type[StageError], tuple[Action, int, str]]:
@@ -110,8 +108,6 @@ _CALLED = {
     Op.B: "backward",
     Op.I: "input backward",
     Op.W: "weight backward",
-    Op.GATHER: "parameter gather",
-    Op.REDUCE: "gradient reduction",
 }
 
 

@@ -2,7 +2,7 @@
 
 from mt_schedule.action import Action, Op
 from mt_schedule.checker import Violation, check
-from mt_schedule.communication import Step, forward_only, insert_communication, insert_hooks, steps
+from mt_schedule.communication import Step, forward_only, insert_communication, steps
 from mt_schedule.costs import Costs
 from mt_schedule.deferral import defer_weights
 from mt_schedule.gantt import Panel, draw_text
@@ -33,7 +33,6 @@ __all__ = [
     "draw_text",
     "forward_only",
     "insert_communication",
-    "insert_hooks",
     "make_schedule",
     "parse_layout",
     "place_stages",

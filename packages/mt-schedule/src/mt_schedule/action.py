@@ -28,10 +28,6 @@ class Op(StrEnum):
     """Send the gradient of the stage's input to the previous stage."""
     RECV_B = "RECV_B"
     """Receive the gradient of the stage's output from the next stage."""
-    GATHER = "GATHER"
-    """Start to gather the stage's parameters, if they are sharded; it has no micro-batch."""
-    REDUCE = "REDUCE"
-    """Start to reduce the stage's gradients over its replicas; it has no micro-batch."""
 
     @property
     def is_send(self) -> bool:
@@ -53,15 +49,9 @@ class Op(StrEnum):
         """Whether the action computes: F, B, I or W."""
         return self in _COMPUTE
 
-    @property
-    def is_hook(self) -> bool:
-        """Whether the action concerns a stage's parameters: GATHER or REDUCE."""
-        return self in (Op.GATHER, Op.REDUCE)
-
 
 _COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
 _MESSAGES = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
-LOCAL = frozenset({Op.W, Op.GATHER, Op.REDUCE})
 
 
 class Action(NamedTuple):
@@ -70,16 +60,15 @@ class Action(NamedTuple):
     Attributes:
         op: The operation.
         stage: The stage that it belongs to.
-        microbatch: Index of the micro-batch; 0 for GATHER and REDUCE.
+        microbatch: Index of the micro-batch.
     """
 
     op: Op
     stage: int
-    microbatch: int = 0
+    microbatch: int
 
     def __str__(self) -> str:
-        number = "" if self.op.is_hook else self.microbatch
-        return f"{self.op.value}{number} of stage {self.stage}"
+        return f"{self.op.value}{self.microbatch} of stage {self.stage}"
 
 
 def _is_int(value: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -88,8 +88,6 @@ def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
         return f"{action}: there are micro-batches 0..{schedule.microbatches - 1} only"
     if schedule.stage_ranks[action.stage] != rank:
         return f"{action}: that stage is on rank {schedule.stage_ranks[action.stage]}"
-    if action.op.is_hook:
-        return f"{action} has micro-batch {action.microbatch}" if action.microbatch else None
     passing = schedule.microbatches_of(action.stage)
     if action.microbatch not in passing:
         return f"{action}: micro-batches {passing[0]}..{passing[-1]} pass that stage"
@@ -98,19 +96,14 @@ def _astray(schedule: Schedule, rank: int, action: Action) -> str | None:
     return None
 
 
-def _needs(schedule: Schedule, action: Action, hooked: Collection[Op]) -> Iterator[Action]:
+def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
     """Yield the actions that must come before an action on its own rank."""
     op, stage, microbatch = action
     backward = Op.I if schedule.is_split(stage, microbatch) else Op.B
-    if op is Op.REDUCE:
-        for number in schedule.microbatches_of(stage):
-            yield Action(Op.W if schedule.is_split(stage, number) else Op.B, stage, number)
     if op.is_send:
         yield Action(Op.F if op is Op.SEND_F else backward, stage, microbatch)
     if not op.is_compute:
         return
-    if op is Op.F and Op.GATHER in hooked:
-        yield Action(Op.GATHER, stage)
     if op in (Op.B, Op.I):
         yield Action(Op.F, stage, microbatch)
     source = source_of(schedule, action)
@@ -122,37 +115,28 @@ def _needs(schedule: Schedule, action: Action, hooked: Collection[Op]) -> Iterat
         yield Action(Op.RECV_F if op is Op.F else Op.RECV_B, stage, microbatch)
 
 
-def _hooked(places: _Places) -> set[Op]:
-    """Return the hooks of any stage; then every stage has to have them."""
-    return {action.op for action in places if action.op.is_hook}
-
-
 def _expected(schedule: Schedule, places: _Places) -> Iterator[Action]:
     """Yield every action of a complete schedule."""
-    hooks = sorted(_hooked(places))
     for stage in range(schedule.stages):
         messages = [
             op
             for op in Op
             if schedule.has_communication
             and op.is_message
-            and schedule.peer(Action(op, stage)) is not None
+            and schedule.peer(Action(op, stage, 0)) is not None
         ]
         for number in schedule.microbatches_of(stage):
             split = any(Action(op, stage, number) in places for op in (Op.I, Op.W))
             for op in (Op.F, *((Op.I, Op.W) if split else (Op.B,)), *messages):
                 yield Action(op, stage, number)
-        for op in hooks:
-            yield Action(op, stage)
 
 
 def _missing(schedule: Schedule, places: _Places) -> Iterator[Violation]:
     absent = [action for action in _expected(schedule, places) if action not in places]
     needed_at: dict[Action, int] = {}
     if absent:
-        hooked = _hooked(places)
         for action, index in places.items():
-            for need in _needs(schedule, action, hooked):
+            for need in _needs(schedule, action):
                 needed_at[need] = min(index, needed_at.get(need, index))
     for action in absent:
         rank = schedule.stage_ranks[action.stage]
@@ -171,9 +155,8 @@ def _doubled(schedule: Schedule, places: _Places) -> Iterator[Violation]:
 
 
 def _disordered(schedule: Schedule, places: _Places) -> Iterator[Violation]:
-    hooked = _hooked(places)
     for action, index in places.items():
-        for need in _needs(schedule, action, hooked):
+        for need in _needs(schedule, action):
             at = places.get(need, -1)
             if at > index:
                 sentence = f"{action} needs {need}, which is action {at}"

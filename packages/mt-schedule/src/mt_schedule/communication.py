@@ -1,9 +1,8 @@
-"""Passes over schedules: insert messages and hooks, keep only the forwards."""
+"""Passes over schedules: insert messages, keep only the forwards."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -48,13 +47,9 @@ def insert_communication(schedule: Schedule, costs: Costs | None = None) -> Sche
     # ranks, so that both ends of a message agree on the order of all messages between them.
     events: list[list[tuple[tuple[float, int, int, int], Action]]] = [[] for _ in schedule.ranks]
     for rank, timeline in enumerate(simulate(schedule, costs=costs).timeline):
-        spans, ended = iter(timeline), 0.0
+        spans = iter(timeline)
         for action in schedule.ranks[rank]:
-            if action.op.is_hook:
-                events[rank].append(((ended, 1, 0, 0), action))
-                continue
             span = next(spans)
-            ended = span.end
             events[rank].append(((span.start, 1, 0, 0), action))
             send = Action(_SENDS.get(action.op, action.op), action.stage, action.microbatch)
             peer = schedule.peer(send) if send.op.is_send else None
@@ -86,56 +81,14 @@ def _lasting(schedule: Schedule, costs: Costs) -> Costs:
 _SENDS = MappingProxyType({Op.F: Op.SEND_F, Op.B: Op.SEND_B, Op.I: Op.SEND_B})
 
 
-def insert_hooks(schedule: Schedule, *, gather: bool = True, reduce: bool = True) -> Schedule:
-    """Put hooks for sharded parameters and data-parallel gradients into a schedule.
-
-    The gather of a stage's parameters starts one compute action before its first forward (so at
-    the start for the first two stages of a rank), and the reduction of its gradients starts after
-    its last B or W.
-
-    Args:
-        schedule: A schedule, with or without communication.
-        gather: Whether to insert GATHER, never between the two actions of an overlapped pair.
-        reduce: Whether to insert REDUCE.
-
-    Raises:
-        ValueError: The schedule already has hooks.
-    """
-    if any(action.op.is_hook for _, _, action in require_kind(schedule, Schedule)):
-        raise ValueError(f"schedule {schedule.name!r} has hooks already")
-    ranks = []
-    for rank, actions in enumerate(schedule.ranks):
-        computes = [index for index, action in enumerate(actions) if action.op.is_compute]
-        before: dict[int, list[Action]] = defaultdict(list)
-        after: dict[int, list[Action]] = defaultdict(list)
-        for stage in schedule.stages_of(rank):
-            used = [place for place in computes if actions[place].stage == stage]
-            if gather and used:
-                place = computes[max(0, computes.index(used[0]) - 1)]
-                if place and actions[place - 1 : place + 1] in schedule.pairs:
-                    place -= 1  # not between the two actions of a pair
-                before[place].append(Action(Op.GATHER, stage))
-            if reduce and used and actions[used[-1]].op is not Op.F:
-                after[used[-1]].append(Action(Op.REDUCE, stage))
-        ranks.append(
-            tuple(
-                each
-                for index, action in enumerate(actions)
-                for each in (*before[index], action, *after[index])
-            )
-        )
-    return dataclasses.replace(schedule, ranks=tuple(ranks))
-
-
 def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
     """Return the forwards of a schedule, for any number of micro-batches.
 
     The order of the schedule is repeated as often as needed, so there may be more micro-batches
     than in the schedule. With two directions only the first is used, as the number may be odd.
-    GATHER stays in its place among the forwards; REDUCE is dropped.
 
     Args:
-        schedule: The schedule that gives the order of forwards and GATHER hooks.
+        schedule: The schedule that gives the order of forwards.
         microbatches: Number of micro-batches of the forward-only run, at least 1.
 
     Returns:
@@ -148,7 +101,7 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
             action._replace(microbatch=number)
             for turn in range(-(-microbatches // share))
             for action in actions
-            if (action.op is Op.F or (action.op is Op.GATHER and turn == 0))
+            if action.op is Op.F
             and action.stage < schedule.depth
             and (number := turn * share + action.microbatch) < microbatches
         )
@@ -170,7 +123,7 @@ def forward_only(schedule: Schedule, microbatches: int) -> Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """An exchange, followed by a compute action or a hook.
+    """An exchange, followed by a compute action.
 
     The exchange before the second action of an overlapped pair is empty.
 
@@ -184,7 +137,7 @@ class Step:
 
 
 def steps(actions: Iterable[Action]) -> list[Step]:
-    """Cut a rank's actions into exchanges, each with the compute action or hook after it."""
+    """Cut a rank's actions into exchanges, each with the compute action after it."""
     result: list[Step] = []
     exchange: list[Action] = []
     for action in actions:

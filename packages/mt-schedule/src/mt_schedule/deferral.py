@@ -12,13 +12,13 @@ from mt_schedule.ir import Schedule
 def defer_weights(schedule: Schedule, actions: Collection[Action] | None = None) -> Schedule:
     """Defer weight gradients to the end of their rank.
 
-    Each W moves to the end of its rank, or right before the REDUCE of its stage; each B is split
-    into an I, which stays in its place, and a W, which moves. Until then the activation is kept.
+    Each W moves to the end of its rank; each B is split into an I, which stays in its place, and a
+    W, which moves. Until then the activation is kept.
     This is Megatron-LM's delayed weight gradient: input gradients leave sooner, and weight
     gradients are computed while a rank would wait for the last backwards of other ranks.
 
     Args:
-        schedule: A schedule, with or without communication and hooks.
+        schedule: A schedule, with or without communication.
         actions: The B and W actions to defer; None defers all.
 
     Returns:
@@ -51,11 +51,8 @@ def _put_off(actions: Iterable[Action], late: Collection[Action]) -> tuple[Actio
         if action in late:
             waiting.append(action._replace(op=Op.W))
             done += [_first_half(action)] if action.op is Op.B else []
-            continue
-        if action.op is Op.REDUCE:
-            done += [weight for weight in waiting if weight.stage == action.stage]
-            waiting = [weight for weight in waiting if weight.stage != action.stage]
-        done.append(action)
+        else:
+            done.append(action)
     return (*done, *waiting)
 
 

@@ -77,7 +77,7 @@ class Panel:
         return 1.0 - worked / whole if whole else 0.0
 
     def bars(self, rank: int) -> list[Bar]:
-        """Return the bars of a rank in the order of time, without hooks and messages."""
+        """Return the bars of a rank in the order of time, without messages."""
         spans = sorted(
             (span for span in self.timeline[rank] if span.action.op.is_compute),
             key=lambda span: span.start,

@@ -9,7 +9,6 @@ from functools import cached_property
 from types import MappingProxyType
 
 from mt_schedule.action import (
-    LOCAL,
     Action,
     Op,
     read_actions,
@@ -48,7 +47,7 @@ class Schedule:
         stages: Number of stages on all ranks and in all directions.
         microbatches: Number of micro-batches of one optimizer step.
         ranks: The actions of each pipeline rank in order. Generators return compute actions only;
-            `insert_communication` adds the sends and receives, `insert_hooks` the hooks.
+            `insert_communication` adds the sends and receives.
         stage_ranks: The rank of each stage. The default is round robin, stage `s` on rank
             `s % len(ranks)`, which is the identity if each rank holds one stage.
         peak_activations: For each rank, the largest number of (stage, micro-batch) pairs whose
@@ -167,9 +166,9 @@ class Schedule:
 
         Returns:
             The rank; None at the two ends of the model, if both stages are on one rank, for a
-            nonexistent stage, and for W and hooks.
+            nonexistent stage, and for W.
         """
-        if not 0 <= action.stage < self.stages or action.op in LOCAL:
+        if not 0 <= action.stage < self.stages or action.op is Op.W:
             return None
         other = self._neighbour(action)
         if other is None or self.stage_ranks[other] == self.stage_ranks[action.stage]:
@@ -220,15 +219,13 @@ class Schedule:
 
     def notation(self, rank: int, action: Action) -> str:
         """Return the notation of an action on a rank: `F3`, `F3b`."""
-        held = self.stages_of(rank)
-        number = "" if action.op.is_hook else action.microbatch
+        held, mark = self.stages_of(rank), f"{action.op.value}{action.microbatch}"
         if held == [action.stage]:
-            return f"{action.op.value}{number}"
+            return mark
         if action.stage not in held:  # only in a wrong schedule
-            return f"{action.op.value}{number}@{action.stage}"
+            return f"{mark}@{action.stage}"
         chunk = held.index(action.stage)
-        letter = chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
-        return f"{action.op.value}{number}{letter}"
+        return mark + (chr(ord("a") + chunk) if chunk < 26 else f".{chunk}")
 
     def to_json(self) -> str:
         """Return the schedule as JSON text, which `from_json` reads back to an equal value."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 from mt_schedule.action import Action, Op, require_kind
@@ -84,12 +83,7 @@ class Simulation:
         return tuple(tuple(map(Span, *rank)) for rank in zip(*self._timeline, strict=True))
 
 
-def simulate(
-    schedule: Schedule,
-    costs: Costs | None = None,
-    *,
-    measured: Mapping[Action, float] | None = None,
-) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Simulate a schedule by discrete events.
 
     Each rank takes its compute actions in order, each as soon as the rank is free and the input
@@ -99,18 +93,14 @@ def simulate(
         schedule: A schedule, with or without communication; only its compute actions count.
         costs: Times, bytes and links; by default `Costs()`, a forward of 1 and a backward of 2. If
             there are costs of more pieces than stages, neighbouring pieces are joined.
-        measured: Measured times of single actions, which override the costs.
 
     Raises:
-        ValueError: A measured time is negative or not finite, a measured action is not in the
-            schedule, or the schedule cannot complete (`check` says why).
+        ValueError: The schedule cannot complete (`check` says why).
     """
     require_kind(schedule, Schedule)
     costs = Costs() if costs is None else require_kind(costs, Costs)
     _require_places(schedule)
-    if measured is not None:
-        _require_measured(schedule, measured)
-    timeline = advance(schedule, costs, measured or {})
+    timeline = advance(schedule, costs)
     ranks = range(len(schedule.ranks))
     if any(timeline.stuck_at(rank) for rank in ranks):
         raise ValueError(f"schedule {schedule.name!r} cannot complete; check(schedule) says why")
@@ -138,25 +128,9 @@ def _require_places(schedule: Schedule) -> None:
             )
 
 
-def _require_measured(schedule: Schedule, measured: Mapping[Action, float]) -> None:
-    if not isinstance(measured, Mapping):
-        raise TypeError(f"measured must map actions to times, got {measured!r:.60}")
-    present = {action for _, _, action in schedule} if measured else ()
-    for action, time in measured.items():
-        if action not in present:
-            raise ValueError(
-                f"{action!s:.60} is measured, but not in schedule {schedule.name!r}: give times "
-                "only of its actions"
-            )
-        if not 0 <= time < math.inf:
-            raise ValueError(f"{action} is measured at {time}: expected a time of 0 or more")
-
-
-def advance(
-    schedule: Schedule, costs: Costs, measured: Mapping[Action, float] = MappingProxyType({})
-) -> Timeline:
+def advance(schedule: Schedule, costs: Costs) -> Timeline:
     """Let every rank go as far as it can, even if the schedule is wrong."""
-    return _Events(schedule, costs, measured).result()
+    return _Events(schedule, costs).result()
 
 
 def source_of(schedule: Schedule, action: Action) -> Action:
@@ -191,8 +165,8 @@ class _Events:
     fills the cell of its consumer, and wakes the rank that waits for the cell.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, measured: Mapping[Action, float]) -> None:
-        self._schedule, self._costs, self._measured = schedule, costs, measured
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._schedule, self._costs = schedule, costs
         self._times = action_times(schedule, costs)
         inputs: list[float | None] = [None] * (schedule.stages * schedule.microbatches)
         gradients, halves = inputs.copy(), inputs.copy()
@@ -246,7 +220,6 @@ class _Events:
         """Take the actions of a rank; pause while an input is missing."""
         starts, ends, pairs = self._starts[rank], self._ends[rank], self._pairs
         times, cells, microbatches = self._times, self._cells, self._schedule.microbatches
-        measured = self._measured
         free, pair = 0.0, None
         for action in self._plans[rank]:
             op, stage, microbatch = action
@@ -257,8 +230,6 @@ class _Events:
             if start < free:
                 start = free
             duration = times[op][stage]
-            if measured:
-                duration = measured.get(action, duration)
             if action in pairs:
                 pair = (action, start, duration)
                 continue

@@ -1,7 +1,7 @@
 """Generators of schedules: small pure functions, each named after its paper.
 
-A generator returns a schedule of compute actions only, with its peak declared; communication and
-hooks are inserted by passes.
+A generator returns a schedule of compute actions only, with its peak declared; a pass inserts
+communication.
 """
 
 from __future__ import annotations
