@@ -63,7 +63,6 @@ class Interpreter:
     def is_complete(self) -> bool:
         wanted = 0
         for stage in range(self.schedule.stages):
-            wanted += self.gathers + self.reduces
             for number in self.schedule.microbatches_of(stage):
                 whole = Action(Op.B, stage, number) in self.done
                 halves = {Action(Op.I, stage, number), Action(Op.W, stage, number)} <= self.done

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
-import numpy as np
-from mt_data import BlendOrder, GPTDataset, MaskedDataset, SpanDataset
+from mt_data import BlendedDataset, BlendOrder, GPTDataset, MaskedDataset, SpanDataset
 from mt_files import Checks
 from numpy.typing import NDArray
 
@@ -88,7 +87,7 @@ class Mixture:
         return Mixture(start=samples, sources=tuple(chosen), resting=tuple(known))
 
 
-class MixedSamples:
+class MixedSamples(BlendedDataset):
     """The samples of a run by their number since its start.
 
     Args:
@@ -98,29 +97,14 @@ class MixedSamples:
     """
 
     def __init__(self, datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> None:
-        self._datasets, self._mixture, self._length = tuple(datasets), mixture, num_samples
-        self._order = BlendOrder([source.weight for source in mixture.sources])
+        sources = cast("Sequence[GPTDataset]", datasets)  # of `MixedRows` they make rows instead
+        super().__init__(sources, [source.weight for source in mixture.sources], num_samples)
+        self._mixture = mixture
 
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        return self.sample(index)
-
-    def sample(self, index: int, begin: int = 0, end: int | None = None) -> NDArray[np.int64]:
-        """Return tokens [begin, end) of a sample."""
-        dataset, number = self._place(index)
-        return cast("GPTDataset", dataset).sample(number, begin, end)
-
-    def sample_documents(self, index: int) -> NDArray[np.int64]:
-        """Return the number of the document of each token of a sample."""
-        dataset, number = self._place(index)
-        return cast("GPTDataset", dataset).sample_documents(number)
-
-    def _place(self, index: int) -> tuple[Dataset, int]:
-        """Return the data set of a sample, and its number there; there is no end."""
-        source, number = self._order(index - self._mixture.start)
-        return self._datasets[source], self._mixture.sources[source].start + number
+    def origin(self, index: int) -> tuple[int, int]:
+        """Return the number of a sample's data set, and the sample's number there."""
+        source, number = super().origin(index - self._mixture.start)
+        return source, self._mixture.sources[source].start + number
 
 
 class MixedRows(MixedSamples):
@@ -129,16 +113,16 @@ class MixedRows(MixedSamples):
     @property
     def sequence_length(self) -> int:
         """Tokens of a row."""
-        return self._datasets[0].sequence_length
+        return cast("Made", self.datasets[0]).sequence_length
 
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return the arrays of a row."""
-        dataset, number = self._place(index)
-        return cast("Made", dataset).row(number)
+        source, number = self.origin(index)
+        return cast("Made", self.datasets[source]).row(number)
 
     def empty(self) -> Mapping[str, NDArray]:
         """Return a row without labels."""
-        return cast("Made", self._datasets[0]).empty()
+        return cast("Made", self.datasets[0]).empty()
 
 
 def sources_of(datasets: Sequence[Dataset], weights: Sequence[float]) -> tuple[Source, ...]:
