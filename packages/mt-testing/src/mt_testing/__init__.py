@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from mt_testing.sampling import sample as sample
     from mt_testing.strategies import layouts as layouts
     from mt_testing.syncs import HostSyncs as HostSyncs
-    from mt_testing.tolerances import assert_close as assert_close
-    from mt_testing.tolerances import tolerance as tolerance
 else:
     # Names are resolved on first use: pytest imports this package in every session, for its plugin,
     # and must not pay for torch there.
