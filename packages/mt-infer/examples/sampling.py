@@ -7,7 +7,7 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
 
 
 def shares(sampling: Sampling, draws: int = 10_000) -> list[float]:
-    tokens = choose(LOGITS.expand(draws, 4), sampling, position=0)
+    tokens = choose(LOGITS.expand(draws, 4), sampling, range(draws))
     return (torch.bincount(tokens, minlength=4) / draws).tolist()
 
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from mt_data import train_tokenizer
-from mt_infer import Completion, Generator
+from mt_infer import Completion, Engine
 from mt_infer.cli import main
 
 
@@ -98,7 +98,7 @@ def cut_memory(*args, **options) -> str:
 
 
 def completion(text: str) -> Completion:
-    return Completion(text=text, num_tokens=3, end="limit")
+    return Completion(tokens=[1, 2, 3], text=text, end="length", seed=0)
 
 
 def raised(error: BaseException):
@@ -118,25 +118,25 @@ def raised(error: BaseException):
     ],
 )
 def test_out_of_memory_says_what_needs_less(saved_run, generate, monkeypatch, fails) -> None:
-    monkeypatch.setattr(Generator, "complete", fails)
+    monkeypatch.setattr(Engine, "generate", fails)
     code, out, err = generate(saved_run)
     assert (code, out) == (1, "")
     assert "out of memory: use --dtype bf16 or fewer --max-tokens, or more processes on s" in err
 
 
 def test_an_interrupt_ends_quietly_with_its_code(saved_run, generate, monkeypatch) -> None:
-    monkeypatch.setattr(Generator, "complete", raised(KeyboardInterrupt()))
+    monkeypatch.setattr(Engine, "generate", raised(KeyboardInterrupt()))
     assert generate(saved_run) == (130, "", "")
 
 
 def test_what_is_no_user_error_keeps_its_traceback(saved_run, generate, monkeypatch) -> None:
-    monkeypatch.setattr(Generator, "complete", raised(RuntimeError("a defect")))
+    monkeypatch.setattr(Engine, "generate", raised(RuntimeError("a defect")))
     with pytest.raises(RuntimeError, match="a defect"):
         generate(saved_run)
 
 
 def test_characters_that_stdout_cannot_show_are_replaced(saved_run, generate, monkeypatch) -> None:
-    monkeypatch.setattr(Generator, "complete", lambda *args, **options: completion("naïve 日"))
+    monkeypatch.setattr(Engine, "generate", lambda *args, **options: [completion("naïve 日")])
     content = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="latin-1"))
     code, _, err = generate(saved_run)

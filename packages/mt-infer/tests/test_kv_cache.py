@@ -14,11 +14,11 @@ from mt_infer import Generator, Sampling, load_run
 from mt_infer.cli import main
 from mt_model import (
     GPT,
-    KVCache,
     LayerConfig,
     Mamba2Config,
     MLAConfig,
     MLPConfig,
+    Pages,
     RopeConfig,
     calibrate_kv_cache,
     gpt,
@@ -63,13 +63,13 @@ def test_two_ranks_give_the_tokens_of_one_process(ranks, kind, pp) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_the_command_keeps_codes(saved_run, generate, monkeypatch, kind) -> None:
-    formats, write = [], KVCache.write
+    formats, write = [], Pages.write
 
-    def told(self: KVCache, *given: Any) -> None:
+    def told(self: Pages, *given: Any) -> None:
         formats.append({str(each) for each in self.formats.values()})
         write(self, *given)
 
-    monkeypatch.setattr(KVCache, "write", told)
+    monkeypatch.setattr(Pages, "write", told)
     options = ("--max-tokens", 8, "--greedy")
     assert generate(saved_run, *options, "--kv-cache-dtype", kind)[0] == 0
     assert formats.pop() == {f"{kind}-token"}
@@ -97,7 +97,7 @@ def test_a_model_without_attention_is_refused_before_its_weights_are_read(
     layers = [LayerConfig(mixer=mixer, feed_forward=MLPConfig(ffn_size=48))]
     sizes = {"vocab_size": 264, "hidden_size": 16, "max_sequence_length": 16}
     config = gpt(**sizes, positions="none", layers=layers)
-    monkeypatch.setattr("mt_infer.loading.load_weights", None)
+    monkeypatch.setattr("mt_infer.engine.engine.built_model", None)
     run, says = write_run(tmp_path / "run", config), "no layer of this model keeps keys and values"
     code, out, err = generate(run, "--kv-cache-dtype", "fp8")
     assert (code, out) == (2, "")
@@ -162,7 +162,7 @@ def test_a_folder_generates_with_the_scales_that_were_calibrated(
         for kind in ("key", "value"):
             scales = (getattr(each, kind) for each in (found.scales, expected))
             torch.testing.assert_close(*scales, rtol=1e-5, atol=0)
-        whole = generator.generate("to be", max_tokens=8, sampling=GREEDY)
+        whole = generator.complete("to be", Sampling(temperature=0, max_tokens=8)).text
         kept = generator.model.new_cache(batch_size=1, max_length=4)
         assert {str(each) for each in kept.formats.values()} == {format}
     for more in ((), ("--cuda-graphs",)):

@@ -23,8 +23,11 @@ def test_processes_are_started_with_the_same_arguments(saved_run, generate, laun
     ((module, arguments, nproc),) = launched
     assert (module, nproc) == ("mt_infer", 2)
     assert arguments == [
-        *("generate", "--prompt=to be", "--step=2", "--max-tokens=128", "--seed=0"),
+        *("generate", "--prompt=to be", "--step=2", "--max-tokens=128"),
         *(
+            "--top-k=0",
+            "--top-p=1.0",
+            "--seed=0",
             "--kernels=auto",
             "--kv-cache-dtype=auto",
             "--nproc=2",
@@ -61,8 +64,8 @@ def test_a_prompt_too_long_for_a_command_line_says_so(saved_run, generate, launc
         (("--pp", 2), "--pp 2: the model has 1 layers to share"),
         (("--pp", 2, "--nproc", 3), "--pp 2 does not divide 3 processes; start a multiple"),
         (("--nproc", 2, "--max-tokens", 0), "--max-tokens 0: use 1 or more"),
-        (("--nproc", 2, "--temperature", -1), "temperature -1.0: use 0 (greedy) or more"),
-        (("--nproc", 2, "--top-k", 0), "top_k 0: use 1 or more"),
+        (("--nproc", 2, "--temperature", -1), "Sampling.temperature: -1.0 is too small"),
+        (("--nproc", 2, "--top-k", -1), "Sampling.top_k: -1 is too small"),
         (("--greedy", "--temperature", 0.5), "--greedy and --temperature 0.5 contradict each oth"),
         (("--nprocs", 2), "'--nprocs' is no option. Did you mean --nproc?"),
         (("--" + "x" * 10**5, 2), "'--xxx"),
@@ -140,7 +143,7 @@ def test_the_launchers_number_is_taken(saved_run, generate, launched, monkeypatc
     places = {"SLURM_TASKS_PER_NODE": 2, "SLURM_JOB_NODELIST": "node1", "SLURM_JOB_ID": 1}
     for name, value in {**variables, **places}.items():
         monkeypatch.setenv(name, str(value))
-    text = Completion(text="text", num_tokens=1, end="limit")
+    text = Completion(tokens=[1], text="text", end="length", seed=0)
     monkeypatch.setattr("mt_infer.cli._generate", lambda *call: text)
     assert generate(saved_run, *options) == (0, "text\n", "")
     assert launched == []

@@ -12,7 +12,7 @@ PROBABILITIES = [0.6439, 0.2369, 0.0871, 0.0321]
 
 def counts(sampling: dict, draws: int = 4000) -> list[float]:
     rows = LOGITS.expand(draws, 4)
-    tokens = choose(rows, Sampling(seed=5, **sampling), position=9)
+    tokens = choose(rows, Sampling(seed=5, **sampling), range(draws))
     return (torch.bincount(tokens, minlength=4) / draws).tolist()
 
 
@@ -32,7 +32,7 @@ def test_top_p_keeps_the_token_that_crosses_p(top_p: float, kept: int) -> None:
 
 def test_top_k_keeps_ties_with_the_kth() -> None:
     logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]]).expand(500, 4)
-    tokens = choose(logits, Sampling(top_k=2), 0)
+    tokens = choose(logits, Sampling(top_k=2), range(500))
     assert sorted(set(tokens.tolist())) == [0, 1, 2]
 
 
@@ -53,26 +53,31 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 def test_minus_infinity_is_never_drawn() -> None:
     logits = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]]).expand(300, 4)
-    assert set(choose(logits, Sampling(), 0).tolist()) == {0, 2}
+    assert set(choose(logits, Sampling(), range(300)).tolist()) == {0, 2}
 
 
-def test_a_seed_repeats_and_position_and_row_change_the_draw() -> None:
-    rows = torch.zeros(64, 1000)
-    first = choose(rows, Sampling(seed=1), 0)
-    assert torch.equal(first, choose(rows, Sampling(seed=1), 0))
-    assert not torch.equal(first, choose(rows, Sampling(seed=1), 1))
-    assert not torch.equal(first, choose(rows, Sampling(seed=2), 0))
+def test_seed_and_position_change_the_draw_and_the_row_does_not() -> None:
+    rows, places = torch.zeros(64, 1000), list(range(64))
+    first = choose(rows, Sampling(seed=1), places)
+    assert torch.equal(first.flip(0), choose(rows, Sampling(seed=1), places[::-1]))
+    assert not torch.equal(first, choose(rows, Sampling(seed=2), places))
     assert len(set(first.tolist())) > 50
+    assert len(set(choose(rows, Sampling(seed=1), 3).tolist())) == 1
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"temperature": -1.0}, "temperature -1.0: use 0"),
+        ({"temperature": -1.0}, "temperature: -1.0 is too small"),
         ({"temperature": float("nan")}, "temperature: expected a number, found nan"),
-        ({"top_k": 0}, "top_k 0: use 1 or more"),
-        ({"top_p": 0.0}, "top_p 0.0: use a number above 0"),
-        ({"top_p": 1.5}, "top_p 1.5"),
+        ({"top_k": -1}, "top_k: -1 is too small"),
+        ({"top_p": 0.0}, "top_p: 0.0 must be greater"),
+        ({"top_p": 1.5}, "top_p: 1.5 is too large"),
+        ({"min_p": -0.1}, "min_p: "),
+        ({"stop": [""]}, "stop: "),
+        ({"bad_words": [[]]}, "bad_words: "),
+        ({"n": 0}, "n: "),
+        ({"repetition_penalty": 0}, "repetition_penalty: "),
     ],
 )
 def test_settings_out_of_range_are_refused(values: dict, message: str) -> None:

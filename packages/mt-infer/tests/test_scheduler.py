@@ -26,13 +26,14 @@ class World:
         self.size, self.block = rng.choice([6, 12, 40]), rng.choice([1, 2, 4])
         self.pool = BlockPool(self.size)
         self.prefix = rng.random() < 0.7
+        self.by_length = by_length = rng.random() < 0.2
         self.scheduler = Scheduler(
             self.pool,
             block_size=self.block,
             max_batch=rng.choice([1, 3, 8]),
             max_batch_tokens=rng.choice([1, 5, 16]),
             prefix_cache=self.prefix,
-            whole_prompts=rng.random() < 0.2,
+            by_length=by_length,
             drafter=self.guess if rng.random() < 0.5 else None,
         )
         self.content: dict[tuple[int, int], tuple] = {}
@@ -96,8 +97,8 @@ class World:
         assert bool(parts) == bool(scheduler), "a step without work, or work without a step"
         counts = [len(part.fed) for part in parts]
         assert len({part.request for part in parts}) == len(parts) <= scheduler.max_batch
-        assert not scheduler._whole or all(part.is_last for part in parts), "a prompt was cut"
-        assert scheduler._whole or sum(counts) <= scheduler.max_batch_tokens
+        assert not self.by_length or all(part.is_last for part in parts), "a prompt was cut"
+        assert self.by_length or sum(counts) <= scheduler.max_batch_tokens
         for part in parts:
             self.write(part)
         for part in parts:

@@ -20,9 +20,10 @@ from mt_infer.console import bounded, check_printable, keep_quiet, open_streams,
 from mt_infer.quantize import Quantize, run_quantize
 
 if TYPE_CHECKING:
+    from mt_model import GPT
     from mt_parallel_state import DistributedEnv
 
-    from mt_infer.generation import Completion, Generator
+    from mt_infer.completion import Completion
     from mt_infer.loading import Run
     from mt_infer.sampling import Sampling
 
@@ -55,9 +56,9 @@ class Generate:
     """Always take the most likely token (temperature 0)."""
     temperature: float | None = None
     """Divisor of the logits; by default 1."""
-    top_k: int | None = None
-    """Keep the k most likely tokens."""
-    top_p: float | None = None
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
     """Keep the most likely tokens that together reach this probability."""
     seed: int = 0
     """The same seed gives the same text."""
@@ -133,9 +134,9 @@ def _run(command: Generate) -> int:
             return launch("mt_infer", _as_arguments(command, run.step), command.nproc or 1)
         completion = _generate(command, env, run, sampling)
     if env.rank == 0:
-        print_text(completion.text)
+        print_text(completion.text or "")
         if completion.end == "context":
-            limit, new = run.config.max_sequence_length, completion.num_tokens
+            limit, new = run.config.max_sequence_length, len(completion.tokens)
             say(f"the model's context of {limit} tokens is full after {new} new tokens")
     return 0
 
@@ -189,6 +190,8 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
         top_k=command.top_k,
         top_p=command.top_p,
         seed=command.seed,
+        stop=command.stop,
+        max_tokens=command.max_tokens,
     )
     if command.prompt == "-":
         command.prompt = _read_prompt(env)
@@ -221,8 +224,8 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
     """Check the options against the run, before weights are read and processes started."""
     from mt_model import validate_split
 
-    from mt_infer.generation import encode_prompt
     from mt_infer.loading import check_ema, check_kv_cache
+    from mt_infer.text import encode_prompt
 
     if command.ema:
         check_ema(run)
@@ -256,25 +259,38 @@ def _as_arguments(command: Generate, step: int | None) -> list[str]:
 def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> Completion:
     from mt_parallel_state import ParallelLayout, ParallelState, joined
 
+    from mt_infer.engine.engine import Engine
+    from mt_infer.engine.options import EngineOptions
     from mt_infer.loading import load_weights, same_run
+    from mt_infer.text import encode_prompt
 
     tp = env.world_size // command.pp
     layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
+    how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
-        with same_run(run, state) as agreed:
-            generator = load_weights(
-                agreed, state, dtype=command.dtype, ema=command.ema, kernels=command.kernels
-            )
-        generator = replace(generator, kv_cache_dtype=command.kv_cache_dtype)
-        if command.cuda_graphs:
+        # Graphs, stages and encoders are for one prompt at a time.
+        if command.cuda_graphs or command.pp > 1 or run.config.encoder_layers:
+            with same_run(run, state) as agreed:
+                generator = load_weights(agreed, state, **how)
+            kept = {"kv_cache_dtype": command.kv_cache_dtype, "cuda_graphs": command.cuda_graphs}
             told = say if env.local_rank == 0 else keep_quiet
-            generator = replace(generator, cuda_graphs=True, on_eager=told)
-        _use_threads(generator)
-        how = {"max_tokens": command.max_tokens, "sampling": sampling, "stop": command.stop}
-        return generator.complete(command.prompt, **how)
+            _use_threads(generator.model)
+            generator = replace(generator, **kept, on_eager=told)
+            return generator.complete(command.prompt, sampling)
+        # A lone prompt needs no more room than its own.
+        length = len(encode_prompt(command.prompt, run.tokenizer, run.config)) + command.max_tokens
+        size = EngineOptions.block_size
+        blocks = -(-min(length, run.config.max_sequence_length) // size)
+        options = EngineOptions(
+            blocks=blocks, max_batch=1, kv_cache_dtype=command.kv_cache_dtype, prefix_cache=False
+        )
+        with same_run(run, state) as agreed:
+            engine = Engine.from_run(agreed, state, options, **how)
+        _use_threads(engine.model)
+        return engine.generate(command.prompt, sampling)[0]
 
 
-def _use_threads(generator: Generator) -> None:
+def _use_threads(model: GPT) -> None:
     """Use one thread for a small model, because threads wait for each other in tiny products.
 
     With a second thread the quickstart's tokens were twenty times slower on two busy cores, and no
@@ -282,7 +298,7 @@ def _use_threads(generator: Generator) -> None:
     """
     import torch
 
-    if sum(param.numel() for param in generator.model.parameters()) <= _ONE_THREAD_PARAMETERS:
+    if sum(param.numel() for param in model.parameters()) <= _ONE_THREAD_PARAMETERS:
         torch.set_num_threads(1)
 
 

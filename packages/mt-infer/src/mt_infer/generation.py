@@ -2,109 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
-from mt_data import DataError, Tokenizer
+from mt_data import Tokenizer
 from mt_model import GPT, GraphedDecoding, KVCache, ModelConfig
+from mt_parallel_state import random_uniform
 from mt_quant import KVFormat
 from torch import Tensor
 
-from mt_infer.sampling import NO_TOKEN, LogitsError, Sampling, choose_by
-
-_DROPPED = 16  # tokens without text that a stop text may have inside
-
-
-class PromptError(ValueError):
-    """A prompt that the model can't continue."""
-
-
-def encode_prompt(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
-    """Return the tokens of a prompt, in which names of special tokens stand for these tokens.
-
-    An empty one becomes the end-of-document token.
-
-    Raises:
-        PromptError: The prompt is not valid text, fills the model's context, or has an image token.
-    """
-    try:
-        tokens = tokenizer.encode_prompt(prompt) or [tokenizer.eod_id]
-    except DataError as error:
-        raise PromptError(f"the prompt is not valid text: {error}") from error
-    _check_length(tokens, config.max_sequence_length)
-    if config.images is not None and config.images.token_id in tokens:
-        raise PromptError(
-            f"the prompt has the token {config.images.token_id}, which stands for an image, and "
-            "mt-infer takes text alone; leave it out, or give images to mt_model's "
-            "model.logits(tokens, pixel_values=...)"
-        )
-    return tokens
-
-
-def _check_length(prompt: list[int], limit: int) -> None:
-    if len(prompt) >= limit:
-        raise PromptError(
-            f"the prompt has {len(prompt)} tokens, the model's context {limit}; "
-            f"shorten it to at most {limit - 1} tokens"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """A generated text.
-
-    Attributes:
-        text: The continuation.
-        num_tokens: Number of its tokens, with those of a stop string.
-        end: Reason for its end: the end of the `document`, a `stop` string, the requested number
-            of tokens (`limit`), or a full `context`.
-    """
-
-    text: str
-    num_tokens: int
-    end: Literal["document", "stop", "limit", "context"]
-
-
-class StopTexts:
-    """Texts that end a continuation.
-
-    Args:
-        texts: The texts; none never ends one.
-        tokenizer: The tokenizer of the continuation.
-
-    Raises:
-        ValueError: A text is empty.
-    """
-
-    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
-        if "" in texts:
-            raise ValueError("stop '': every text has it; name a text of one character or more")
-        self.texts, self._tokenizer = tuple(texts), tokenizer
-        # A token has a byte at least, but for those that a decoder drops.
-        self._window = max((len(text.encode()) for text in texts), default=0) + _DROPPED
-
-    def cut(self, tokens: list[int]) -> str | None:
-        """Return the text of tokens before the first of the stop texts; None if it has none.
-
-        Called after each token, so only the last ones are looked at.
-        """
-        if not self.texts or not self._found(self._tokenizer.decode(tokens[-self._window :])):
-            return None
-        text = self._tokenizer.decode(tokens)
-        found = self._found(text)
-        return text[: min(found)] if found else None
-
-    def _found(self, text: str) -> list[int]:
-        places = (text.find(each) for each in self.texts)
-        return [place for place in places if place >= 0]
+from mt_infer.choosing import NO_TOKEN, LogitsError, draw, draw_key
+from mt_infer.completion import Completion, End
+from mt_infer.sampling import Sampling
+from mt_infer.text import StopTexts, check_prompt, encode_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """A loaded model with its tokenizer.
+    """A loaded model with its tokenizer, for one prompt at a time.
+
+    It serves what `Engine` does not: stages, encoders, and CUDA graphs.
 
     Attributes:
         model: This rank's stage: all layers without pipeline stages; under tensor parallelism its
@@ -132,21 +52,13 @@ class Generator:
     kv_cache_dtype: KVFormat | str = "auto"
     on_eager: Callable[[str], object] | None = None
 
-    def generate(self, prompt: str, *, max_tokens: int, sampling: Sampling) -> str:
-        """Return the continuation of a text; see `complete`."""
-        return self.complete(prompt, max_tokens=max_tokens, sampling=sampling).text
-
-    def complete(
-        self, prompt: str, *, max_tokens: int, sampling: Sampling, stop: Sequence[str] = ()
-    ) -> Completion:
+    def complete(self, prompt: str, sampling: Sampling) -> Completion:
         """Continue a text; a model with an encoder reads it there, and its decoder answers.
 
         Args:
             prompt: The text to continue; an empty one starts a new document.
-            max_tokens: Stop after this many tokens, at the end of a document, or when the context
-                is full.
-            sampling: How to choose tokens.
-            stop: Texts that end the continuation, which is cut before the first of them.
+            sampling: How to choose tokens: seed, temperature, top-k, top-p, min-p, typical-p,
+                `stop` and `max_tokens`.
 
         Raises:
             PromptError: The prompt is not valid text, fills the model's context, or has an image
@@ -156,17 +68,17 @@ class Generator:
         limit = self.config.max_sequence_length
         given = encode_prompt(prompt, self.tokenizer, self.config)
         tokens: list[int] = []
-        stops = StopTexts(stop, self.tokenizer)
-        for token in self.tokens(given, max_tokens, sampling):
+        stops, seed = StopTexts(sampling.stop, self.tokenizer), sampling.seed or 0
+        for token in self.tokens(given, sampling.max_tokens, sampling):
             tokens.append(token)
             text = stops.cut(tokens)
             if text is not None:
-                return Completion(text=text, num_tokens=len(tokens), end="stop")
+                return Completion(tokens=tokens, text=text, end="stop", seed=seed)
         room = limit - (1 if self.config.encoder_layers else len(given))
-        end: Literal["document", "limit", "context"] = "document"
-        if len(tokens) == min(max_tokens, room):
-            end = "limit" if max_tokens <= room else "context"
-        return Completion(text=self.tokenizer.decode(tokens), num_tokens=len(tokens), end=end)
+        end: End = "stop"
+        if len(tokens) == min(sampling.max_tokens, room):
+            end = "length" if sampling.max_tokens <= room else "context"
+        return Completion(tokens=tokens, text=self.tokenizer.decode(tokens), end=end, seed=seed)
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
@@ -176,7 +88,7 @@ class Generator:
         its decoder starts with `decoder_start`.
         """
         limit = self.config.max_sequence_length
-        _check_length(prompt, limit)
+        check_prompt(prompt, self.config)
         device = next(self.model.parameters()).device
         fed, encoded = torch.tensor([prompt], device=device), None
         if self.config.encoder_layers:
@@ -202,7 +114,8 @@ class Generator:
             if decoding is not None and self.stages is None:
                 waiting = found.clone()  # the next replay overwrites the graph's output
             else:
-                waiting = choose_by(sampling.key(position), self._allowed(found), sampling)
+                key = draw_key(sampling.seed or 0, position)
+                waiting = self._choose(key, found, sampling)
             fed = waiting[:, None].clamp(min=0)  # without a token the pass only must not fail
             whole.append(fed)
             # The next pass warms up eagerly; replays start at the third pass.
@@ -228,20 +141,24 @@ class Generator:
             )
         return None if token in (self.ends or (self.tokenizer.eod_id,)) else token
 
-    def _allowed(self, scores: Tensor) -> Tensor:
-        """Return the last token's scores without the padding rows of the embedding."""
-        return scores[:, -1, : self.tokenizer.vocab_size]
+    def _choose(self, key: int | Tensor, scores: Tensor, sampling: Sampling) -> Tensor:
+        """Choose a token by the last one's scores, without the padding rows of the embedding."""
+        allowed = scores[:, -1, : self.tokenizer.vocab_size]
+        rows = torch.arange(allowed.shape[0], device=allowed.device)
+        draws = random_uniform(key, rows, dtype=torch.float64)
+        return draw(allowed, sampling, draws, quick=False)
 
     def _decoding(self, cache: KVCache, sampling: Sampling) -> GraphedDecoding:
         """Return the graph that replays each pass; without stages it also chooses the token."""
         if self.stages is not None:
             return GraphedDecoding(self.model, cache, on_eager=self.on_eager)
-        keys = torch.tensor([sampling.key(place) for place in range(cache.max_length + 1)])
+        seed = sampling.seed or 0
+        keys = torch.tensor([draw_key(seed, place) for place in range(cache.max_length + 1)])
         keys = keys.to(next(self.model.parameters()).device)
 
         def then(scores: Tensor, place: Tensor) -> Tensor:
             key = keys.index_select(0, place.view(1)).squeeze(0)
-            return choose_by(key, self._allowed(scores), sampling)
+            return self._choose(key, scores, sampling)
 
         state = {"keys": keys}
         return GraphedDecoding(self.model, cache, then=then, state=state, on_eager=self.on_eager)

@@ -62,7 +62,9 @@ class Run:
     Attributes:
         folder: The run folder, or the folder of Hugging Face.
         config: The model's config.
-        tokenizer: The tokenizer with which the model was trained.
+        own_tokenizer: The tokenizer with which the model was trained; None for a folder of Hugging
+            Face that has none.
+        num_tokens: Number of tokens of the vocabulary, without padding.
         ends: Ids of the tokens that end a text.
         source: The step directory, or the tensors of a folder of Hugging Face.
         step: Step of the step directory; None for a folder of Hugging Face.
@@ -70,10 +72,24 @@ class Run:
 
     folder: Path
     config: ModelConfig
-    tokenizer: Tokenizer
+    own_tokenizer: Tokenizer | None
+    num_tokens: int
     ends: frozenset[int]
     source: Path | Pretrained
     step: int | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer, for what needs one.
+
+        Raises:
+            RunError: The folder has none.
+        """
+        if self.own_tokenizer is None:
+            raise RunError(
+                f"{self.folder} has no tokenizer; put its tokenizer.json or tokenizer.model there"
+            )
+        return self.own_tokenizer
 
 
 @contextmanager
@@ -115,7 +131,8 @@ def open_run(folder: Path, step: int | None = None, *, download: bool = False) -
         _check_vocabulary(run.tokenizer, tokenizer, config)
         # Training ends documents with this token, besides those of the folder it started from.
         ends = {tokenizer.eod_id, *read_end_tokens(run.hugging_face)}
-        found = {"config": config, "tokenizer": tokenizer, "ends": frozenset(ends)}
+        found = {"config": config, "own_tokenizer": tokenizer, "ends": frozenset(ends)}
+        found["num_tokens"] = config.vocab_size
         yield Run(folder=folder, source=path, step=manifest.step, **found)
 
 
@@ -128,23 +145,23 @@ def _open_pretrained(folder: Path, step: int | None) -> Run:
     if not isinstance(config, ModelConfig):
         raise RunError(f"{folder}: a {found.family.name} model writes no text; pass one that does")
     _check_writes(config, folder)
-    path = found.tokenizer
-    if path is None:
-        raise RunError(
-            f"{folder} has no tokenizer; put its tokenizer.json or tokenizer.model there"
-        )
+    tokenizer = None if found.tokenizer is None else _tokenizer_of(found.tokenizer, found, config)
+    how = {"own_tokenizer": tokenizer, "num_tokens": config.vocab_size}
+    padded = found.padded(config.usual_vocab_multiple)
+    ends = read_end_tokens(folder) or ({tokenizer.eod_id} if tokenizer else ())
+    how |= {"config": padded.config, "ends": frozenset(ends)}
+    return Run(folder=folder, source=padded, **how)
+
+
+def _tokenizer_of(path: Path, found: Pretrained, config: ModelConfig) -> Tokenizer:
     try:
         tokenizer = load_tokenizer(path, eod=found.eos_token)
     except DataError as error:
         raise RunError(
-            f"{error}; or name the token as eos_token in {folder / 'tokenizer_config.json'}"
+            f"{error}; or name the token as eos_token in {found.folder / 'tokenizer_config.json'}"
         ) from error
     _check_vocabulary(path, tokenizer, config)
-    found = found.padded(config.usual_vocab_multiple)
-    padded = cast("ModelConfig", found.config)
-    ends = read_end_tokens(folder) or {tokenizer.eod_id}
-    how = {"tokenizer": tokenizer, "ends": frozenset(ends)}
-    return Run(folder=folder, config=padded, source=found, **how)
+    return tokenizer
 
 
 def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
@@ -277,6 +294,20 @@ def load_weights(
     kernels: KernelSet | Kernels = "auto",
 ) -> Generator:
     """Build an opened run's model on this rank's layout and fill it; see `load_run`."""
+    how = {"tokenizer": run.tokenizer, "ends": run.ends, "stages": state.group("pp")}
+    model = built_model(run, state, dtype=dtype, ema=ema, kernels=kernels)
+    return Generator(model=model, config=model.config, **how)
+
+
+def built_model(
+    run: Run,
+    state: ParallelState,
+    *,
+    dtype: str | None = None,
+    ema: bool = False,
+    kernels: KernelSet | Kernels = "auto",
+) -> GPT:
+    """Build an opened run's model on this rank's layout and fill it; see `load_run`."""
     if ema:
         check_ema(run)
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
@@ -285,18 +316,18 @@ def load_weights(
     how: dict[str, Any] = {"layers": layers, "kernels": kernels, "dtype": chosen}
     if isinstance(run.source, Path):
         model = cast("GPT", config.build(state, **how, seed=None))
-        _fill(model, run.source, state, ema=ema)
+        fill_weights(model, run, state, ema=ema)
     else:
         multiple = config.vocab_multiple
         model = from_pretrained(run.folder, state=state, vocab_multiple=multiple, **how)
         model = cast("GPT", model)
-    model.eval()
-    how = {"tokenizer": run.tokenizer, "ends": run.ends, "stages": state.group("pp")}
-    return Generator(model=model, config=config, **how)
+    return model.eval()
 
 
-def _fill(model: GPT, checkpoint: Path, state: ParallelState, *, ema: bool) -> None:
-    """Read a checkpoint's weights into a model."""
+def fill_weights(model: GPT, run: Run, state: ParallelState, *, ema: bool = False) -> None:
+    """Read the weights of a run's checkpoint into a model."""
+    if not isinstance(run.source, Path):
+        raise RunError(f"{run.folder} is a folder of Hugging Face and has no steps")
     # Stored weights are the optimizer's fp32 or fp64 masters; training casts them down too.
     named = model.named_parameters()
     wanted, other = RunFolder.WEIGHTS, RunFolder.EMA
@@ -308,4 +339,4 @@ def _fill(model: GPT, checkpoint: Path, state: ParallelState, *, ema: bool) -> N
     shards += param_shards(buffers.items(), *place, prefix=RunFolder.WEIGHTS, params=buffers)
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
     ignore = (*unused, f"{wanted}/mtp.")
-    load_checkpoint(checkpoint, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
+    load_checkpoint(run.source, shards, group=state.group(_WORLD), ignore=ignore, cast=True)

@@ -1,114 +1,102 @@
-"""Choose the next token from logits: greedy, temperature, top-k, top-p, reproducible by seed."""
+"""How the tokens of a request are chosen."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-import torch
-from mt_files import Checks, UserError
-from mt_parallel_state import hash_key, random_uniform
-from torch import Tensor
+from mt_files import Checks
 
-NO_TOKEN = -1
-"""Stands for the token of a row of logits from which none can be chosen."""
-
-
-class LogitsError(UserError):
-    """A row of logits from which no token can be chosen."""
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Parameters of the choice of tokens.
 
+    Scores go through these in order: allowed tokens, bad words, the repetition, frequency and
+    presence penalty, the bias, `min_tokens`; then, unless greedy, temperature, top-k, top-p, min-p
+    and typical-p, each of what the one before has kept.
+
     Attributes:
-        temperature: Divisor of the logits; 0 is greedy.
-        top_k: Number of most likely tokens to keep (and ties with the last); None keeps all.
+        seed: The same seed gives the same tokens, on any number of ranks and beside any other
+            requests. None draws one, which the completion names.
+        temperature: Divisor of the scores; 0 is greedy.
+        top_k: Number of most likely tokens to keep (and ties with the last); 0 keeps all.
         top_p: Keep the smallest set of most likely tokens whose probability reaches p.
-        seed: The same seed gives the same text, on any number of ranks.
+        min_p: Keep tokens of at least this share of the largest probability.
+        typical_p: Keep the smallest set of tokens whose information is nearest to the entropy
+            and whose probability reaches p (https://arxiv.org/abs/2202.00666).
+        presence_penalty: Subtracted from the scores of tokens that the continuation has.
+        frequency_penalty: The same, for each time that it has them.
+        repetition_penalty: Divisor of positive scores, and factor of negative ones, of tokens of
+            the prompt and the continuation (https://arxiv.org/abs/1909.05858).
+        logit_bias: Added to the scores of tokens, by their ids.
+        allowed_token_ids: The only tokens to choose from; none means all.
+        bad_words: Texts, or lists of tokens, that the continuation never has.
+        stop: Texts that end the continuation, which is cut before the first of them.
+        stop_token_ids: Tokens that end it, beside the model's own.
+        min_tokens: Number of tokens before one may end it.
+        max_tokens: Largest number of tokens; 0 only scores the prompt.
+        n: Number of continuations of each prompt.
+        logprobs: Whether to return the logprob of each token, by the model's scores as they are;
+            a number also returns that many of the most likely tokens.
+        prompt_logprobs: The same for the tokens of the prompt, from the second on.
     """
 
+    seed: int | None = None
     temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 128
+    n: int = 1
+    logprobs: bool | int | None = None
+    prompt_logprobs: bool | int | None = None
 
     def __post_init__(self) -> None:
-        Checks(self).done()
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature {self.temperature}: use 0 (greedy) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k {self.top_k}: use 1 or more, or leave it out")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p}: use a number above 0 and at most 1")
+        for name in _LISTS:
+            object.__setattr__(self, name, _tuple(getattr(self, name)))
+        checks = Checks(self)
+        checks.at_least(0, "temperature", "top_k", "min_p", "min_tokens", "max_tokens")
+        checks.at_least(0, "logprobs", "prompt_logprobs")
+        checks.at_least(1, "n")
+        checks.above(0, "top_p", "typical_p", "repetition_penalty")
+        checks.at_most(1, "top_p", "min_p", "typical_p")
+        if "" in self.stop:
+            checks.add("stop", "'' is in every text; name a text of one character or more")
+        if not all(self.bad_words):
+            checks.add("bad_words", "an empty word is in every text; leave it out")
+        checks.done()
 
-    def key(self, position: int) -> int:
-        """Return the key of the random number that chooses the token at a position."""
-        return hash_key("mt-infer", self.seed, position)
+    @property
+    def kept(self) -> tuple[float, ...]:
+        """What turns scores into a distribution; requests with the same are drawn together."""
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p
 
-
-def choose(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
-    """Choose one token per row.
-
-    The random number is a function of the seed, the position and the row, so ranks with the same
-    logits choose the same token without communication.
-
-    Args:
-        logits: Unnormalised scores of the whole vocabulary.
-        sampling: Parameters of the choice.
-        position: Index of the chosen token in its sequence.
-
-    Shape:
-        logits `[B, vocab]`; returns `[B]`, int64.
-
-    Raises:
-        LogitsError: A row has NaN, or no finite maximum.
-    """
-    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.shape[1]:
-        raise TypeError(f"logits must be a tensor of shape [B, vocab], not {_kind(logits)}")
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a Sampling, not {_kind(sampling)}")
-    tokens = choose_by(sampling.key(position), logits, sampling)
-    for row, token in enumerate(tokens.tolist()):
-        if token == NO_TOKEN:
-            raise LogitsError(
-                f"row {row} of the logits has NaN or no finite maximum (its largest value is "
-                f"{float(logits[row].amax())}), so no token can be chosen; check the weights"
-            )
-    return tokens
+    @property
+    def adjusts(self) -> bool:
+        """Whether scores are changed before a token is drawn."""
+        neutral = (0.0, 0.0, 1.0)
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        listed = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
+        return penalties != neutral or bool(listed)
 
 
-def choose_by(key: int | Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
-    """Choose one token per row with the random number of a key, which may be a tensor.
-
-    A row with NaN or without a finite maximum gives `NO_TOKEN`: a raise would wait for the device,
-    and can't be captured in a graph.
-    """
-    largest, best = logits.max(-1)
-    is_usable = largest.isfinite()
-    if sampling.temperature == 0:
-        return best.masked_fill(~is_usable, NO_TOKEN)
-    scores = logits.double()
-    # The largest score becomes 0, so no temperature makes it infinite.
-    scores = (scores - largest[:, None].double()) / sampling.temperature
-    scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
-        smallest = scores[..., sampling.top_k - 1 : sampling.top_k]
-        scores = scores.masked_fill(scores < smallest, float("-inf"))
-    probabilities = scores.softmax(-1)
-    if sampling.top_p is not None:
-        # The token that crosses p stays, so the mass before each token decides.
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
-    cumulative = probabilities.cumsum(-1)
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    draw = random_uniform(key, rows, dtype=torch.float64)[:, None] * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, draw, right=True)
-    # A draw that rounds up to the total would fall after the last kept token.
-    last = (probabilities > 0).sum(-1, keepdim=True) - 1
-    chosen = order.gather(-1, index.minimum(last).clamp(min=0)).squeeze(-1)
-    return chosen.masked_fill(~is_usable, NO_TOKEN)
-
-
-def _kind(value: object) -> str:
-    return f"of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+def _tuple(value: object) -> object:
+    """Return lists as tuples, one level deeper too, and a lone text as a tuple of it."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(tuple(each) if isinstance(each, list) else each for each in value)

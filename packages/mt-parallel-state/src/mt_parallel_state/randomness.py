@@ -46,7 +46,8 @@ def random_uniform(
     """Return uniform values in [0, 1), one per element of `index`.
 
     Args:
-        key: From `hash_key`; or a tensor of it, int64 [], where compiled graphs are to take others.
+        key: From `hash_key`; or a tensor, int64, of one for all, where compiled graphs are to take
+            others, or of one for each of a row of counters.
         index: int64 counters, for example the global element index. Not modified.
         dtype: `torch.float32` (24 random bits) or `torch.float64` (53 random bits). There is
             no bf16: with 8 bits a dropout rate would be rounded to a multiple of 1/256.
@@ -67,8 +68,9 @@ def random_uniform(
     source, target = index.reshape(-1), out.view(-1)
     chunk = _chunk(index.device)
     for start in range(0, source.numel(), chunk):
-        part = source[start : start + chunk]
-        target[start : start + chunk] = random_bits(key, part, bits=_BITS[dtype])
+        block = slice(start, start + chunk)
+        own = key[block] if isinstance(key, Tensor) and key.dim() else key
+        target[block] = random_bits(own, source[block], bits=_BITS[dtype])
     return out.mul_(2.0 ** -_BITS[dtype])
 
 

@@ -28,7 +28,9 @@ class Scheduler:
         max_batch: Largest number of requests in a pass.
         max_batch_tokens: Largest number of tokens in a pass.
         prefix_cache: Whether requests start from blocks that others filled.
-        whole_prompts: Whether a prompt is one chunk, even a longer one than `max_batch_tokens`.
+        by_length: Whether keys depend on the length of the pass that made them. Prompts then are
+            one chunk, even longer ones than `max_batch_tokens`, and a request is admitted when
+            all blocks that it may need are free, and never evicted.
         drafter: Guesses tokens that the pass verifies; None for none.
     """
 
@@ -40,7 +42,7 @@ class Scheduler:
         max_batch: int,
         max_batch_tokens: int,
         prefix_cache: bool = True,
-        whole_prompts: bool = False,
+        by_length: bool = False,
         drafter: Drafter | None = None,
     ) -> None:
         for name, value in {
@@ -53,7 +55,7 @@ class Scheduler:
         self.pool, self.block_size = pool, block_size
         self.max_batch, self.max_batch_tokens = max_batch, max_batch_tokens
         self.prefix = PrefixCache(pool, block_size) if prefix_cache else None
-        self._whole, self._drafter = whole_prompts, drafter
+        self._by_length, self._drafter = by_length, drafter
         self._states = list(range(max_batch - 1, -1, -1))
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -63,12 +65,8 @@ class Scheduler:
         """Whether a request has not ended."""
         return bool(self.running or self.waiting)
 
-    def add(self, request: Request) -> None:
-        """Take a request in.
-
-        Raises:
-            ValueError: It alone needs more blocks than there are.
-        """
+    def check(self, request: Request) -> None:
+        """Raise ValueError if a request alone needs more blocks than there are."""
         needed = self._blocks(request.limit - 1)
         if needed > self.pool.size:
             raise ValueError(
@@ -76,6 +74,10 @@ class Scheduler:
                 f"{self.block_size} tokens, and there are {self.pool.size}; make the engine with "
                 "more blocks, or lower max_tokens"
             )
+
+    def add(self, request: Request) -> None:
+        """Take a request in; see `check`."""
+        self.check(request)
         insort(self.waiting, request, key=lambda each: each.rank)
 
     def finish(self, request: Request, end: str) -> None:
@@ -142,12 +144,16 @@ class Scheduler:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
+    def _needs(self, request: Request) -> int:
+        """Return how many blocks a waiting request needs to be admitted."""
+        return self._blocks(request.limit - 1 if self._by_length else len(request.tokens))
+
     def _lacks(self, request: Request) -> int:
         """Return how many blocks a running request's tokens lack."""
-        return self._blocks(len(request.tokens)) - len(request.table)
+        return max(0, self._blocks(len(request.tokens)) - len(request.table))
 
     def _chunk(self, request: Request, budget: int) -> int:
-        if not self._whole:
+        if not self._by_length:
             return min(request.pending, budget)
         fits = request.pending <= budget or budget == self.max_batch_tokens
         return request.pending if fits else 0
@@ -183,7 +189,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
             matched = self.prefix.match(request) if self.prefix is not None else []
-            needed = self._blocks(len(request.tokens)) - len(matched)
+            needed = self._needs(request) - len(matched)
             idle = sum(self.pool.is_idle(block) for block in matched)
             if needed > self.pool.free_blocks - idle:
                 return
@@ -199,11 +205,11 @@ class Scheduler:
 
     def _prefer_higher_priority(self) -> None:
         """Evict requests of a lower priority than the first waiting one's, if that makes room."""
-        if not self.waiting:
+        if not self.waiting or self._by_length:
             return
         first = self.waiting[0]
         lower = [each for each in self.running if each.priority < first.priority]
-        needed = self._blocks(len(first.tokens))
+        needed = self._needs(first)
         own = sum(self.pool.references(block) == 1 for each in lower for block in each.table)
         if not lower or needed > self.pool.free_blocks + own:
             return

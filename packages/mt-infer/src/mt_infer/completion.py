@@ -1,0 +1,57 @@
+"""What a request gives back: pieces as they come, and the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+End = Literal["stop", "length", "context", "cancel", "deadline", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A continuation.
+
+    Attributes:
+        tokens: Its tokens, without the prompt's and without a token that ended it; with those of a
+            stop text.
+        text: Their text before a stop text; None without a tokenizer.
+        end: Reason for its end: `stop` (a token or a text that ends it), `length` (the requested
+            number of tokens), `context` (the model's context is full), `cancel` or `deadline`.
+        seed: Seed of the choice of its tokens.
+        step: Step of the checkpoint that made it; None for a folder of Hugging Face.
+        logprobs: Logprob of each token, if wanted.
+        top_logprobs: For each token the most likely ones, if wanted.
+        prompt_logprobs: Logprob of each token of the prompt from the second on, if wanted.
+        prompt_top_logprobs: For each of them the most likely tokens, if wanted.
+    """
+
+    tokens: list[int]
+    text: str | None
+    end: End
+    seed: int
+    step: int | None = None
+    logprobs: list[float] | None = None
+    top_logprobs: list[Mapping[int, float]] | None = None
+    prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[Mapping[int, float]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What a step added to a continuation.
+
+    Attributes:
+        index: Number of the continuation: of prompt `index // n`, in a call with n of each.
+        tokens: New tokens.
+        text: New text, of whole characters, and without the beginning of a stop text.
+        logprobs: Logprobs of the new tokens, if wanted.
+        completion: The whole, with the last piece.
+    """
+
+    index: int
+    tokens: list[int]
+    text: str
+    logprobs: list[float] | None = None
+    completion: Completion | None = None

@@ -1,0 +1,146 @@
+"""What became of a request: while it runs, and when it ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mt_infer.completion import Completion, End, Piece
+from mt_infer.engine.request import Request
+from mt_infer.sampling import Sampling
+from mt_infer.text import StopTexts, TextStream
+
+
+@dataclass(kw_only=True)
+class Logprobs:
+    """Logprobs of tokens in order, with the most likely ones if wanted.
+
+    Attributes:
+        chosen: Of the tokens.
+        top: Most likely tokens in place of each.
+    """
+
+    chosen: list[float] = field(default_factory=list)
+    top: list[Mapping[int, float]] = field(default_factory=list)
+
+
+@dataclass(eq=False, kw_only=True)
+class Answer:
+    """A request's parameters, and what has been made of it so far.
+
+    Attributes:
+        request: The request.
+        sampling: Parameters of the choice.
+        index: Number of the continuation in its call.
+        choice: Number among the continuations of its prompt.
+        seed: The seed, given or drawn.
+        prompt_length: Number of tokens of the prompt.
+        ends: Tokens that end it.
+        bad: Lists of tokens that it must not have.
+        logprobs: Those of its tokens.
+        prompt_logprobs: Those of its prompt's tokens.
+        stops: Texts that end it; None without a tokenizer.
+        stream: Its text as it comes.
+        streams: Whether somebody waits for its pieces.
+        cut: Its text before a stop text that was found.
+        news: What nobody has fetched yet.
+        completion: The whole, when it has ended.
+        error: The error that ended it.
+    """
+
+    request: Request
+    sampling: Sampling
+    index: int
+    choice: int
+    seed: int
+    prompt_length: int
+    ends: frozenset[int]
+    bad: tuple[tuple[int, ...], ...] = ()
+    logprobs: Logprobs = field(default_factory=Logprobs)
+    prompt_logprobs: Logprobs = field(default_factory=Logprobs)
+    stops: StopTexts | None = None
+    stream: TextStream | None = None
+    streams: bool = False
+    cut: str | None = None
+    news: deque[Piece] = field(default_factory=deque)
+    completion: Completion | None = None
+    error: Exception | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of the continuation."""
+        return self.request.tokens[self.prompt_length :]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing more to come."""
+        return self.completion is not None or self.error is not None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether its tokens' logprobs are wanted."""
+        return is_wanted(self.sampling.logprobs)
+
+    def end_after(self, tokens: list[int], token: int) -> End | None:
+        """Return why the continuation ends with a token, or None.
+
+        Args:
+            tokens: Tokens of the continuation with the token, unless that ends it.
+            token: The token.
+        """
+        room = self.request.limit - self.prompt_length
+        if token in self.ends:
+            return "stop"
+        if self.stops is not None and len(tokens) >= self.sampling.min_tokens:
+            self.cut = self.stops.cut(tokens)
+            if self.cut is not None:
+                return "stop"
+        if len(tokens) < room:
+            return None
+        return "length" if len(tokens) == self.sampling.max_tokens else "context"
+
+    def tell(self, count: int) -> None:
+        """Add a piece of the last tokens to the news."""
+        tokens = self.tokens
+        text = ""
+        if self.stream is not None and self.completion is not None:
+            text = self.stream.rest(self.completion.text or "")
+        elif self.stream is not None:
+            text = self.stream.next(tokens)
+        self.news.append(
+            Piece(
+                index=self.index,
+                tokens=tokens[len(tokens) - count :],
+                text=text,
+                logprobs=self.logprobs.chosen[-count:] if self.wants_logprobs and count else None,
+                completion=self.completion,
+            )
+        )
+
+    def complete(self, end: End, text: str | None, step: int | None) -> None:
+        """End the answer.
+
+        Args:
+            end: Reason for the end.
+            text: Text of its tokens; None without a tokenizer.
+            step: Step of the weights.
+        """
+        wanted, of_prompt = self.sampling.logprobs, self.sampling.prompt_logprobs
+        mine, prompts = self.logprobs, self.prompt_logprobs
+        self.completion = Completion(
+            tokens=self.tokens,
+            text=text,
+            end=end,
+            seed=self.seed,
+            step=step,
+            logprobs=mine.chosen if is_wanted(wanted) else None,
+            top_logprobs=mine.top if wanted else None,
+            prompt_logprobs=prompts.chosen if is_wanted(of_prompt) else None,
+            prompt_top_logprobs=prompts.top if of_prompt else None,
+        )
+
+
+def is_wanted(logprobs: int | None) -> bool:
+    """Return whether logprobs are wanted: 0 wants those of the tokens alone."""
+    return logprobs is not None and logprobs is not False

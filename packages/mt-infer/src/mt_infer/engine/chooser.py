@@ -1,0 +1,148 @@
+"""The tokens that a pass's scores choose, and their logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mt_infer.choosing import choose_rows, uniform
+from mt_infer.engine.answer import Answer, Logprobs, is_wanted
+from mt_infer.engine.processors import adjust
+from mt_infer.engine.request import Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The scores of a part that are wanted.
+
+    Attributes:
+        part: The part of the pass.
+        answer: The answer of its request.
+        prompt: Places of its tokens whose next token is of the prompt, and has a logprob.
+        next: Places whose next token is chosen: the last one, and those of drafts.
+    """
+
+    part: Part
+    answer: Answer
+    prompt: range
+    next: range
+
+    @classmethod
+    def of(cls, part: Part, answer: Answer) -> Wanted:
+        """Return what is wanted of a part."""
+        held, sampling = part.request.held, answer.sampling
+        prompt, following = range(0), range(0)
+        if is_wanted(sampling.prompt_logprobs):
+            first = len(answer.prompt_logprobs.chosen) - held
+            prompt = range(max(0, first), min(part.count, answer.prompt_length - 1 - held))
+        if part.is_last and sampling.max_tokens:
+            following = range(part.count - 1, part.count + len(part.drafts))
+        return cls(part=part, answer=answer, prompt=prompt, next=following)
+
+    @property
+    def places(self) -> list[int]:
+        """All places, in the order of their scores."""
+        return [*self.prompt, *self.next]
+
+
+@dataclass(kw_only=True)
+class Drawn:
+    """The tokens of a part, and the logprobs of each.
+
+    Attributes:
+        tokens: A token for each place of `Wanted.next`.
+        logprobs: Their logprobs, if wanted.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: Logprobs = field(default_factory=Logprobs)
+
+
+def choose_next(scores: Tensor, wanted: Sequence[Wanted]) -> list[Drawn]:
+    """Choose the tokens of all parts, and record the logprobs of their prompts.
+
+    Args:
+        scores: Scores of the vocabulary, a row for each place of each part.
+        wanted: What is wanted of each part.
+
+    Shape:
+        scores: [places, vocab].
+    """
+    rows: list[int] = []
+    first = 0
+    for each in wanted:
+        count = len(each.prompt)
+        if count:
+            _note_prompt(scores[first : first + count], each)
+        rows += range(first + count, first + count + len(each.next))
+        first += count + len(each.next)
+    if not rows:
+        return [Drawn() for _ in wanted]
+    raw = scores if len(rows) == first else scores[torch.tensor(rows, device=scores.device)]
+    owners = [each for each in wanted for _ in each.next]
+    chosen = choose_rows(
+        _adjusted(raw, wanted),
+        [each.answer.sampling for each in owners],
+        uniform(
+            [each.answer.seed for each in owners],
+            [each.part.request.held + place + 1 for each in wanted for place in each.next],
+            [each.answer.choice for each in owners],
+        ),
+    ).tolist()
+    drawn, start = [], 0
+    for each in wanted:
+        end = start + len(each.next)
+        tokens = chosen[start:end]
+        found = Logprobs()
+        if each.answer.wants_logprobs:
+            found = logprobs_of(raw[start:end], tokens, each.answer.sampling.logprobs)
+        drawn.append(Drawn(tokens=tokens, logprobs=found))
+        start = end
+    return drawn
+
+
+def _adjusted(scores: Tensor, wanted: Iterable[Wanted]) -> Tensor:
+    """Return the scores with each request's penalties, biases and lists of tokens."""
+    is_copy, row = False, 0
+    for each in wanted:
+        answer, tokens = each.answer, each.part.request.tokens
+        if not answer.sampling.adjusts:
+            row += len(each.next)
+            continue
+        prompt, after = tokens[: answer.prompt_length], tokens[answer.prompt_length :]
+        for accepted in range(len(each.next)):
+            if not is_copy:
+                scores, is_copy = scores.clone(), True
+            text = [*after, *each.part.drafts[:accepted]]
+            how = answer.sampling, prompt, text, answer.ends, answer.bad
+            scores[row] = adjust(scores[row], *how)
+            row += 1
+    return scores
+
+
+def _note_prompt(scores: Tensor, wanted: Wanted) -> None:
+    request, first = wanted.part.request, wanted.part.request.held + wanted.prompt.start + 1
+    tokens = request.tokens[first : first + len(wanted.prompt)]
+    found = logprobs_of(scores, tokens, wanted.answer.sampling.prompt_logprobs)
+    wanted.answer.prompt_logprobs.chosen += found.chosen
+    wanted.answer.prompt_logprobs.top += found.top
+
+
+def logprobs_of(scores: Tensor, tokens: Sequence[int], top: int | None) -> Logprobs:
+    """Return the logprobs of tokens by scores, with as many of the most likely ones.
+
+    Shape:
+        scores: [S, vocab].
+    """
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    all_of = scores.to(wide).log_softmax(-1)
+    index = torch.tensor(tokens, device=scores.device).clamp(min=0)[:, None]
+    found = Logprobs(chosen=all_of.gather(1, index).flatten().tolist())
+    if top:
+        values, ids = all_of.topk(min(int(top), all_of.shape[1]))
+        pairs = zip(ids.tolist(), values.tolist(), strict=True)
+        found.top = [dict(zip(*pair, strict=True)) for pair in pairs]
+    return found

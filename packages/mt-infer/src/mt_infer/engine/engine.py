@@ -1,0 +1,403 @@
+"""The engine: continuations of many prompts at once, each with the tokens it would have alone."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mt_data import Tokenizer
+from mt_model import GPT
+from mt_parallel_state import ParallelLayout, ParallelState
+from torch import Tensor
+
+from mt_infer.completion import Completion, Piece
+from mt_infer.engine.answer import Answer, is_wanted
+from mt_infer.engine.loop import Loop
+from mt_infer.engine.options import EngineOptions
+from mt_infer.engine.request import Request
+from mt_infer.loading import Run, built_model, fill_weights, open_run, same_run
+from mt_infer.sampling import Sampling
+from mt_infer.text import (
+    PromptError,
+    StopTexts,
+    TextStream,
+    check_prompt,
+    check_tokens,
+    encode_prompt,
+)
+
+Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+
+
+class Engine:
+    """A model that continues many prompts at once.
+
+    Its methods may be called from several threads; one of them runs the passes for all. Under
+    tensor or expert parallelism every rank makes the same calls.
+
+    Args:
+        model: The model.
+        tokenizer: The one that it was trained with; None for token lists alone.
+        ends: Tokens that end a text.
+        options: Sizes and switches.
+        run: The opened folder that it was loaded from.
+        state: This rank's place in the layout.
+
+    Raises:
+        ValueError: A sequence can't be kept in pages, or an option doesn't fit the model.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        tokenizer: Tokenizer | None = None,
+        ends: Sequence[int] | frozenset[int] = (),
+        options: EngineOptions | None = None,
+        run: Run | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.ends = model, tokenizer, frozenset(ends)
+        self.options = EngineOptions() if options is None else options
+        self._run, self._state = run, state
+        vocab_size = model.config.vocab_size if run is None else run.num_tokens
+        self._loop = Loop(
+            model,
+            self.options,
+            vocab_size=vocab_size if tokenizer is None else tokenizer.vocab_size,
+            tokenizer=tokenizer,
+            step=None if run is None else run.step,
+        )
+        self._lock, self._numbers = threading.RLock(), count()
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: Path | str,
+        *,
+        state: ParallelState | None = None,
+        step: int | None = None,
+        dtype: str | None = None,
+        **options: Any,
+    ) -> Engine:
+        """Load a run of mt-train or a folder of Hugging Face.
+
+        Args:
+            folder: The folder; see `load_run`.
+            state: This rank's place in a layout of tensor and expert parallelism.
+            step: Step of a run's checkpoint; None for the latest.
+            dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU and bf16 on a GPU.
+            options: Fields of `EngineOptions`.
+
+        Raises:
+            RunError: The folder is neither, has no committed checkpoint, or its parts don't fit.
+        """
+        chosen = EngineOptions(**options)
+        if state is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            state = ParallelState(ParallelLayout(), device=device)
+        with open_run(Path(folder), step) as own, same_run(own, state) as run:
+            return cls.from_run(run, state, chosen, dtype=dtype)
+
+    @classmethod
+    def from_run(
+        cls,
+        run: Run,
+        state: ParallelState,
+        options: EngineOptions,
+        **how: Any,
+    ) -> Engine:
+        """Load an opened run; see `from_folder`.
+
+        Args:
+            run: The run.
+            state: This rank's place in a layout of tensor and expert parallelism.
+            options: Sizes and switches.
+            how: `dtype`, `ema` and `kernels`; see `load_run`.
+        """
+        model = built_model(run, state, **how)
+        found = {"tokenizer": run.own_tokenizer, "ends": run.ends}
+        return cls(model, options=options, run=run, state=state, **found)
+
+    def generate(
+        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """Continue prompts.
+
+        Args:
+            prompts: A text or a list of tokens, or a list of these.
+            sampling: How to choose tokens, for all prompts or for each.
+
+        Returns:
+            The continuations in the order of the prompts; n of one follow one another.
+
+        Raises:
+            PromptError: The model can't continue a prompt.
+            LogitsError: The scores of one have NaN, or no finite maximum.
+        """
+        with self._submitted(prompts, sampling) as answers:
+            while not _all_ended(answers):
+                self._advance(lambda: _all_ended(answers))
+            return [_whole(each) for each in answers]
+
+    def stream(
+        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> Iterator[Piece]:
+        """Continue prompts, and yield the pieces as they come; see `generate`."""
+        with self._submitted(prompts, sampling, streams=True) as answers:
+            while True:
+                yield from _news(answers)
+                if _all_ended(answers):
+                    return
+                self._advance(lambda: _is_ready(answers))
+
+    async def agenerate(
+        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """Continue prompts beside other calls of the event loop; see `generate`."""
+        with self._submitted(prompts, sampling) as answers:
+            while not _all_ended(answers):
+                await asyncio.to_thread(self._advance, lambda: _all_ended(answers))
+            return [_whole(each) for each in answers]
+
+    async def astream(
+        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> AsyncIterator[Piece]:
+        """Yield the pieces of continuations beside other calls of the event loop."""
+        with self._submitted(prompts, sampling, streams=True) as answers:
+            while True:
+                for piece in _news(answers):
+                    yield piece
+                if _all_ended(answers):
+                    return
+                await asyncio.to_thread(self._advance, lambda: _is_ready(answers))
+
+    def score(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Return the logprob of each token of a text but the first, by the model's scores.
+
+        Shape:
+            tokens: [S]. Returns [S - 1], fp32.
+        """
+        given = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        check_tokens(given, self.model.config)
+        longest = self.model.config.max_sequence_length
+        if not 1 < len(given) <= longest:
+            raise PromptError(f"{len(given)} tokens have no scores; give 2 to {longest}")
+        answer = self._answer(given, Sampling(max_tokens=0, prompt_logprobs=0, seed=0), 0)
+        self._loop.arriving.append(answer)
+        while not answer.has_ended:
+            self._advance(lambda: answer.has_ended)
+        return torch.tensor(_whole(answer).prompt_logprobs)
+
+    def stats(self) -> dict[str, int]:
+        """Return counts: of blocks and requests now, and of what has been done so far."""
+        scheduler, pool = self._loop.scheduler, self._loop.pool
+        prefix = scheduler.prefix
+        return {
+            "blocks": pool.size,
+            "free_blocks": pool.free_blocks,
+            "cached_blocks": pool.cached_blocks,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting) + len(self._loop.arriving),
+            "evictions": scheduler.evictions,
+            "prefix_tokens": 0 if prefix is None else prefix.hits,
+            "admitted_tokens": 0 if prefix is None else prefix.asked,
+            **self._loop.counts,
+        }
+
+    def load_step(self, step: int | None = None, *, finish: bool = True) -> int | None:
+        """Read a newer checkpoint of the run into the live model.
+
+        Args:
+            step: Its step; None for the latest.
+            finish: Whether running requests first end with the weights that they have. Otherwise
+                they go on with the new ones, which compute all of their tokens again.
+
+        Returns:
+            The step that was read.
+
+        Raises:
+            ValueError: The engine was not made from a run.
+        """
+        if self._run is None or self._run.step is None or self._state is None:
+            raise ValueError("load_step needs an engine made by from_folder of an mt-train run")
+        with self._lock, open_run(self._run.folder, step) as own:
+            with same_run(own, self._state) as run, self._swapped(finish, run.step):
+                fill_weights(self.model, run, self._state)
+            return run.step
+
+    def update_weights(
+        self, weights: Mapping[str, Tensor], *, step: int | None = None, finish: bool = True
+    ) -> None:
+        """Copy parameters into the live model, such as those of a trainer in this process.
+
+        Args:
+            weights: This rank's parts of parameters by name, of the model's shapes.
+            step: Step that made them, for the completions.
+            finish: See `load_step`.
+
+        Raises:
+            ValueError: The model has no such parameter, or one of another shape.
+        """
+        own = dict(self.model.named_parameters())
+        for name, x in weights.items():
+            if name not in own or own[name].shape != x.shape:
+                has = "none of that name" if name not in own else list(own[name].shape)
+                raise ValueError(f"weights has {name} {list(x.shape)}, and the model {has}")
+        with self._lock, self._swapped(finish, step), torch.no_grad():
+            for name, x in weights.items():
+                own[name].copy_(x)
+
+    def sleep(self) -> None:
+        """Free the memory of keys and values; requests wait until `wake`."""
+        with self._lock:
+            self._loop.forget(self._loop.step_of_weights)
+            self._loop.runner.sleep()
+
+    def wake(self) -> None:
+        """Make the memory of keys and values anew after `sleep`."""
+        with self._lock:
+            self._loop.runner.wake()
+
+    @contextmanager
+    def _swapped(self, finish: bool, step: int | None) -> Iterator[None]:  # noqa: FBT001
+        while finish and self._loop.scheduler:
+            self._loop.advance()
+        yield
+        self._loop.forget(step)
+
+    @contextmanager
+    def _submitted(
+        self,
+        prompts: Prompts,
+        sampling: Sampling | Sequence[Sampling] | None,
+        *,
+        streams: bool = False,
+    ) -> Iterator[list[Answer]]:
+        """Hand requests to the loop; those that have not ended at the block's end are cancelled."""
+        given: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = [sampling or Sampling()] * len(given)
+        if len(sampling) != len(given):
+            raise ValueError(f"{len(sampling)} samplings for {len(given)} prompts; give one each")
+        answers: list[Answer] = []
+        for prompt, how in zip(given, sampling, strict=True):
+            tokens = self._tokens(prompt)
+            seed = self._drawn_seed() if how.seed is None else how.seed
+            for choice in range(how.n):
+                answer = self._answer(tokens, how, seed, index=len(answers), choice=choice)
+                answer.streams = streams
+                if self.tokenizer is not None and answer.stops is not None:
+                    answer.stream = TextStream(self.tokenizer, answer.stops)
+                answers.append(answer)
+        self._loop.arriving.extend(answers)
+        try:
+            yield answers
+        finally:
+            self._cancel(answers)
+
+    def _cancel(self, answers: Sequence[Answer]) -> None:
+        """End answers at once, or, while another thread steps, with the next step."""
+        self._loop.leaving.extend(each for each in answers if not each.has_ended)
+        if self._loop.leaving and self._lock.acquire(blocking=False):
+            try:
+                self._loop.take_in()
+            finally:
+                self._lock.release()
+
+    def _drawn_seed(self) -> int:
+        """Return a new seed, the same on all ranks."""
+        seed = torch.tensor(secrets.randbits(32), device=self._loop.runner.device)
+        group = None if self._state is None else self._state.group("tp-cp-dp-pp")
+        if group is not None:
+            dist.broadcast(seed, group=group, group_src=0)
+        return int(seed)
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            check_prompt(tokens := [int(each) for each in prompt], self.model.config)
+            return tokens
+        if self.tokenizer is None:
+            raise PromptError("the model has no tokenizer; give the prompt as a list of tokens")
+        return encode_prompt(prompt, self.tokenizer, self.model.config)
+
+    def _answer(
+        self, tokens: list[int], sampling: Sampling, seed: int, index: int = 0, choice: int = 0
+    ) -> Answer:
+        room = max(len(tokens) + 1, self.model.config.max_sequence_length)
+        request = Request(
+            number=next(self._numbers),
+            tokens=list(tokens),
+            limit=min(room, len(tokens) + max(1, sampling.max_tokens)),
+            reads_cache=not is_wanted(sampling.prompt_logprobs),
+        )
+        self._loop.scheduler.check(request)
+        bad = self._bad_words(sampling)
+        ids = {*sampling.logit_bias, *sampling.allowed_token_ids, *chain.from_iterable(bad)}
+        check_tokens(list(ids), self.model.config)
+        return Answer(
+            request=request,
+            sampling=sampling,
+            index=index,
+            choice=choice,
+            seed=seed,
+            prompt_length=len(tokens),
+            ends=self.ends | set(sampling.stop_token_ids),
+            bad=bad,
+            stops=None if self.tokenizer is None else StopTexts(sampling.stop, self.tokenizer),
+        )
+
+    def _bad_words(self, sampling: Sampling) -> tuple[tuple[int, ...], ...]:
+        """Return the token lists of bad words, which may begin a word or continue one."""
+        found: list[tuple[int, ...]] = []
+        for word in sampling.bad_words:
+            if not isinstance(word, str):
+                found.append(word)
+            elif self.tokenizer is None:
+                raise ValueError("bad_words: the model has no tokenizer; give lists of tokens")
+            else:
+                found += [tuple(self.tokenizer.encode(text)) for text in (word, f" {word}")]
+        return tuple(dict.fromkeys(found))
+
+    def _advance(self, is_ready: Callable[[], bool]) -> None:
+        """Step once, unless another thread's step has done what was waited for."""
+        with self._lock:
+            if not is_ready():
+                self._loop.step()
+
+
+def _is_one(prompts: Prompts) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _all_ended(answers: Sequence[Answer]) -> bool:
+    return all(each.has_ended for each in answers)
+
+
+def _is_ready(answers: Sequence[Answer]) -> bool:
+    return any(each.news for each in answers) or _all_ended(answers)
+
+
+def _whole(answer: Answer) -> Completion:
+    if answer.error is not None:
+        raise answer.error
+    assert answer.completion is not None, "it has ended"  # noqa: S101
+    return answer.completion
+
+
+def _news(answers: Sequence[Answer]) -> Iterator[Piece]:
+    """Yield the pieces that nobody has fetched; raise an answer's error behind its last one."""
+    for answer in answers:
+        while answer.news:
+            yield answer.news.popleft()
+        if answer.error is not None:
+            raise answer.error

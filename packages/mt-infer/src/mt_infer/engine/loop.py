@@ -1,0 +1,181 @@
+"""The engine's loop: plan, pass, choose, append; each step serves all requests that run."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from functools import partial
+
+import torch
+from mt_data import Tokenizer
+from mt_model import GPT
+
+from mt_infer.choosing import NO_TOKEN, LogitsError
+from mt_infer.completion import End
+from mt_infer.engine.answer import Answer
+from mt_infer.engine.blocks import BlockPool
+from mt_infer.engine.chooser import Drawn, Wanted, choose_next
+from mt_infer.engine.drafts import ngram_drafts
+from mt_infer.engine.options import EngineOptions
+from mt_infer.engine.prefix import salt_of
+from mt_infer.engine.request import Part, Request
+from mt_infer.engine.runner import Runner
+from mt_infer.engine.scheduler import Scheduler
+
+
+class Loop:
+    """The requests of a model, and the step that serves them.
+
+    One thread steps at a time; others may add to `arriving` and `leaving` meanwhile.
+
+    Args:
+        model: The model.
+        options: Sizes and switches.
+        vocab_size: Number of tokens to choose from.
+        tokenizer: The model's; None for token lists alone.
+        step: Step of its checkpoint.
+
+    Raises:
+        ValueError: The model can't take guesses back.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        options: EngineOptions,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None,
+        step: int | None,
+    ) -> None:
+        self.runner, self.step_of_weights = Runner(model, options), step
+        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        lasts = not (self.runner.has_states or self.runner.by_length)
+        if options.speculate and not lasts:
+            raise ValueError(
+                f"speculate={options.speculate}: this model has recurrent layers, or keys that "
+                "depend on the length, so it can't take a guess back; leave it out"
+            )
+        self.pool = BlockPool(options.num_blocks(model.config))
+        self.scheduler = Scheduler(
+            self.pool,
+            block_size=options.block_size,
+            max_batch=options.max_batch,
+            max_batch_tokens=options.max_batch_tokens,
+            prefix_cache=options.prefix_cache and lasts,
+            by_length=self.runner.by_length,
+            drafter=partial(self._drafts, options.num_drafts) if options.speculate else None,
+        )
+        self.arriving: deque[Answer] = deque()
+        self.leaving: deque[Answer] = deque()
+        self._answers: dict[Request, Answer] = {}
+        self._version = 0
+        self.counts = dict.fromkeys(("passes", "tokens", "drafted", "accepted"), 0)
+
+    def __bool__(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self.arriving or self.scheduler)
+
+    def step(self) -> None:
+        """Take new requests in, let cancelled ones go, and serve all for one pass."""
+        self.take_in()
+        self.advance()
+
+    @torch.inference_mode()
+    def advance(self) -> None:
+        """Serve the requests that were taken in, for one pass."""
+        for request in self.scheduler.expire(time.monotonic()):
+            self._tell_end(self._answers.pop(request), "deadline")
+        parts = self.scheduler.plan()
+        if not parts:
+            return
+        wanted = [Wanted.of(part, self._answers[part.request]) for part in parts]
+        scores = self.runner.scores(parts, [each.places for each in wanted])
+        for each, drawn in zip(
+            wanted, choose_next(scores[:, : self._vocab_size], wanted), strict=True
+        ):
+            self._append(each.part, each.answer, drawn)
+        self.counts["passes"] += 1
+
+    def forget(self, step: int | None) -> None:
+        """Compute running requests again, with other weights.
+
+        Args:
+            step: Step of the new weights.
+        """
+        for request in list(self.scheduler.running):
+            self.scheduler.evict(request)
+        self.pool.forget()
+        self._version += 1
+        self.step_of_weights = step
+        for request in self._answers:
+            request.keys.clear()
+            request.salt = self._salt
+
+    @property
+    def _salt(self) -> bytes:
+        return salt_of(version=self._version)
+
+    def take_in(self) -> None:
+        """Take new requests in, and let cancelled ones go."""
+        while self.arriving:
+            answer = self.arriving.popleft()
+            answer.request.salt = self._salt
+            self._answers[answer.request] = answer
+            self.scheduler.add(answer.request)
+        while self.leaving:
+            answer = self.leaving.popleft()
+            if not answer.has_ended:
+                self._end(answer, "cancel")
+
+    def _append(self, part: Part, answer: Answer, drawn: Drawn) -> None:
+        """Continue an answer by the tokens drawn for it, as far as drafts were right."""
+        held, new = answer.tokens, []
+        end: End | None = None if answer.sampling.max_tokens or not part.is_last else "length"
+        for place, token in enumerate(drawn.tokens):
+            if token == NO_TOKEN:
+                answer.error, end = self._no_token(part, place), "error"
+                break
+            if token not in answer.ends:
+                new.append(token)
+            end = answer.end_after([*held, *new], token)
+            if end is not None or part.drafts[place : place + 1] != (token,):
+                break
+        answer.logprobs.chosen += drawn.logprobs.chosen[: len(new)]
+        answer.logprobs.top += drawn.logprobs.top[: len(new)]
+        self.scheduler.note(part, new)
+        self.counts["tokens"] += len(new)
+        self.counts["drafted"] += len(part.drafts)
+        self.counts["accepted"] += max(0, len(new) - 1)
+        if end is not None:
+            self._end(answer, end, len(new))
+            return
+        if new and answer.streams:
+            answer.tell(len(new))
+        if part.request.held and self.runner.restarts(part.request.held, len(part.request.tokens)):
+            part.request.held = 0
+
+    def _no_token(self, part: Part, place: int) -> LogitsError:
+        return LogitsError(
+            f"the model's scores for token {len(part.request.tokens) + place} of the text (the "
+            "prompt's included) have NaN or no finite maximum, so no token can be chosen; the "
+            "weights are damaged, or too large for this dtype (try --dtype fp32, or another "
+            "checkpoint), or allowed_token_ids and bad_words leave no token"
+        )
+
+    def _end(self, answer: Answer, end: End, new: int = 0) -> None:
+        del self._answers[answer.request]
+        self.scheduler.finish(answer.request, end)
+        self._tell_end(answer, end, new)
+
+    def _tell_end(self, answer: Answer, end: End, new: int = 0) -> None:
+        text = answer.cut
+        if text is None and self._tokenizer is not None:
+            text = self._tokenizer.decode(answer.tokens)
+        if answer.error is None:
+            answer.complete(end, text, self.step_of_weights)
+            answer.tell(new)
+
+    @staticmethod
+    def _drafts(num_drafts: int, request: Request, most: int) -> list[int]:
+        return ngram_drafts(request.tokens, min(num_drafts, most))

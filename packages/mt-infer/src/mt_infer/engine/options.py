@@ -1,0 +1,54 @@
+"""Sizes and switches of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mt_files import Checks
+from mt_model import ModelConfig
+from mt_quant import KVFormat
+
+_USUAL_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Sizes and switches of an engine.
+
+    Attributes:
+        blocks: Number of blocks of keys and values; None has room for 2,048 tokens of each of
+            `max_batch` requests, or for one that fills the model's context.
+        block_size: Number of tokens of a block.
+        max_batch: Largest number of requests in a pass.
+        max_batch_tokens: Largest number of tokens in a pass; a longer prompt takes several, beside
+            which other requests go on.
+        kv_cache_dtype: What keys and values are kept in; see `mt_model.GPT.new_pages`.
+        prefix_cache: Whether requests start from the blocks of earlier ones that begin with the
+            same tokens. Models with recurrent layers have no such blocks.
+        speculate: `ngram` guesses tokens from what followed the same ones before, and verifies
+            several in a pass; the tokens stay the same.
+        num_drafts: Largest number of guesses in a pass.
+    """
+
+    blocks: int | None = None
+    block_size: int = 16
+    max_batch: int = 64
+    max_batch_tokens: int = 512
+    kv_cache_dtype: str | KVFormat = "auto"
+    prefix_cache: bool = True
+    speculate: Literal["ngram"] | None = None
+    num_drafts: int = 4
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "blocks", "block_size", "max_batch", "max_batch_tokens", "num_drafts")
+        checks.done()
+
+    def num_blocks(self, config: ModelConfig) -> int:
+        """Return the number of blocks for a model."""
+        if self.blocks is not None:
+            return self.blocks
+        longest = config.max_sequence_length
+        tokens = max(longest, self.max_batch * min(longest, _USUAL_TOKENS))
+        return -(-tokens // self.block_size)
