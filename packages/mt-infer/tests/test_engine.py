@@ -116,12 +116,12 @@ def together(
             streams[index] = engine.stream(*asked[index])
             found[index] = [], [], None
         index = rng.choice(list(streams))
-        piece = next(streams[index], None)
-        if piece is None:
+        delta = next(streams[index], None)
+        if delta is None:
             del streams[index]
             continue
-        tokens, logprobs = found[index][0] + piece.tokens, found[index][1] + (piece.logprobs or [])
-        found[index] = tokens, logprobs, piece.completion
+        tokens, logprobs = found[index][0] + delta.tokens, found[index][1] + (delta.logprobs or [])
+        found[index] = tokens, logprobs, delta.completion
         if len(tokens) >= left.get(index, 99):
             streams.pop(index).close()
     return found
@@ -326,7 +326,7 @@ def test_calls_of_threads_and_of_an_event_loop_share_passes() -> None:
     expected = [made.generate(*each)[0] for each in asked]
 
     async def streamed(each: Any) -> Completion:
-        return [piece async for piece in made.astream(*each)][-1].completion
+        return [delta async for delta in made.astream(*each)][-1].completion
 
     async def everything() -> list[Any]:
         calls = [made.agenerate(*each) for each in asked[:4]]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mt_infer.choosing import LogitsError as LogitsError
     from mt_infer.choosing import choose as choose
     from mt_infer.completion import Completion as Completion
-    from mt_infer.completion import Piece as Piece
+    from mt_infer.completion import Delta as Delta
     from mt_infer.engine.engine import Engine as Engine
     from mt_infer.engine.options import EngineOptions as EngineOptions
     from mt_infer.generation import Generator as Generator

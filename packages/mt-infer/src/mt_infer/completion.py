@@ -1,4 +1,4 @@
-"""What a request gives back: pieces as they come, and the whole."""
+"""What a request gives back: deltas as they come, and the whole."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Delta:
     """What a step added to a continuation.
 
     Attributes:
@@ -47,7 +47,7 @@ class Piece:
         tokens: New tokens.
         text: New text, of whole characters, and without the beginning of a stop text.
         logprobs: Logprobs of the new tokens, if wanted.
-        completion: The whole, with the last piece.
+        completion: The whole, with the last delta.
     """
 
     index: int

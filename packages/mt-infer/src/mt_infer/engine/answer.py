@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mt_infer.completion import Completion, End, Piece
+from mt_infer.completion import Completion, Delta, End
 from mt_infer.engine.request import Request
 from mt_infer.sampling import Sampling
 from mt_infer.text import StopTexts, TextStream
@@ -42,7 +42,7 @@ class Answer:
         prompt_logprobs: Those of its prompt's tokens.
         stops: Texts that end it; None without a tokenizer.
         stream: Its text as it comes.
-        streams: Whether somebody waits for its pieces.
+        streams: Whether somebody waits for its deltas.
         cut: Its text before a stop text that was found.
         news: What nobody has fetched yet.
         completion: The whole, when it has ended.
@@ -63,7 +63,7 @@ class Answer:
     stream: TextStream | None = None
     streams: bool = False
     cut: str | None = None
-    news: deque[Piece] = field(default_factory=deque)
+    news: deque[Delta] = field(default_factory=deque)
     completion: Completion | None = None
     error: Exception | None = None
 
@@ -101,7 +101,7 @@ class Answer:
         return "length" if len(tokens) == self.sampling.max_tokens else "context"
 
     def tell(self, count: int) -> None:
-        """Add a piece of the last tokens to the news."""
+        """Add a delta of the last tokens to the news."""
         tokens = self.tokens
         text = ""
         if self.stream is not None and self.completion is not None:
@@ -109,7 +109,7 @@ class Answer:
         elif self.stream is not None:
             text = self.stream.next(tokens)
         self.news.append(
-            Piece(
+            Delta(
                 index=self.index,
                 tokens=tokens[len(tokens) - count :],
                 text=text,

@@ -18,7 +18,7 @@ from mt_model import GPT
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import Tensor
 
-from mt_infer.completion import Completion, Piece
+from mt_infer.completion import Completion, Delta
 from mt_infer.engine.answer import Answer, is_wanted
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
@@ -151,8 +151,8 @@ class Engine:
 
     def stream(
         self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> Iterator[Piece]:
-        """Continue prompts, and yield the pieces as they come; see `generate`."""
+    ) -> Iterator[Delta]:
+        """Continue prompts, and yield the deltas as they come; see `generate`."""
         with self._submitted(prompts, sampling, streams=True) as answers:
             while True:
                 yield from _news(answers)
@@ -171,12 +171,12 @@ class Engine:
 
     async def astream(
         self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> AsyncIterator[Piece]:
-        """Yield the pieces of continuations beside other calls of the event loop."""
+    ) -> AsyncIterator[Delta]:
+        """Yield the deltas of continuations beside other calls of the event loop."""
         with self._submitted(prompts, sampling, streams=True) as answers:
             while True:
-                for piece in _news(answers):
-                    yield piece
+                for delta in _news(answers):
+                    yield delta
                 if _all_ended(answers):
                     return
                 await asyncio.to_thread(self._advance, lambda: _is_ready(answers))
@@ -394,8 +394,8 @@ def _whole(answer: Answer) -> Completion:
     return answer.completion
 
 
-def _news(answers: Sequence[Answer]) -> Iterator[Piece]:
-    """Yield the pieces that nobody has fetched; raise an answer's error behind its last one."""
+def _news(answers: Sequence[Answer]) -> Iterator[Delta]:
+    """Yield the deltas that nobody has fetched; raise an answer's error behind its last one."""
     for answer in answers:
         while answer.news:
             yield answer.news.popleft()
