@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from mt_files import check_type
 from mt_parallel_state import (
     GradSink,
@@ -295,7 +294,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
         plain = wgrad_store is None and grad_sink is None and gemm.is_autograd
         # Without gradients nothing is to be kept: decoding spends a third of its time elsewise.
         if plain or not torch.is_grad_enabled():
-            return F.linear(x, weight, bias)
+            return gemm.forward(x, weight, bias)
     sequence_parallel = sequence_parallel and not alone
     if sequence_parallel:
         check_sequence(x, mode, group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mt_model.attend.distance import add_in_order, spread_in_order
 from mt_model.attend.pairs import Block, Pairs
+from mt_model.kernels.onednn import onednn_products
 
 
 class Form(NamedTuple):
@@ -22,6 +23,7 @@ class Form(NamedTuple):
     interleaved: bool
     causal: bool
     window: int | None
+    onednn: bool
 
 
 # Inside, heads are laid out [B, G, part, S, D]: parts are the queries, the key and the value.
@@ -171,13 +173,23 @@ def _gradient(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     )
 
 
-_FORM = "float eps, float scale, bool interleaved, bool causal, int? window"
+def _routed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run`, whose last argument says whether its products go to oneDNN."""
+
+    def routed(*args: Any) -> Any:
+        with onednn_products(when=args[-1]):
+            return run(*args)
+
+    return routed
+
+
+_FORM = "float eps, float scale, bool interleaved, bool causal, int? window, bool onednn"
 _backward = operator(
     "matmul_attention_backward",
     "(Tensor grad, Tensor packed, Tensor turned, Tensor rstd, Tensor kept, Tensor? table, "
     f"Tensor? query_weight, Tensor? key_weight, bool wants_bias, {_FORM}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
-    _run_backward,
+    _routed(_run_backward),
     fake=_fake_backward,
     namespace="mt_model",
 )
@@ -185,7 +197,7 @@ attend_by_products = operator(
     "matmul_attention",
     "(Tensor qkv, Tensor? table, Tensor? query_weight, Tensor? key_weight, Tensor? bias, "
     f"Tensor? documents, {_FORM}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    _run,
+    _routed(_run),
     fake=_fake,
     setup=_setup,
     gradient=_gradient,

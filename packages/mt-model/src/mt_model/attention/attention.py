@@ -36,6 +36,7 @@ from mt_model.block.recomputation import recomputed
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.stream import StreamConfig
 from mt_model.kernels.config import Kernels
+from mt_model.kernels.onednn import OneDnnGemm
 from mt_model.rope.rotary import RotaryTable
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class Attention(nn.Module):
             pairs = Pairs(self.causal, self.window if is_near else None, documents)
             bias = self.bias_by_distance(shared, length)
             how = {"scale": self.scale, "pairs": pairs, "bias": bias}
+            how["onednn"] = isinstance(self.qkv.gemm, OneDnnGemm)
             return matmul_attention(qkv, table, self._head_norm(), **how)
         query, key, value = self._heads(qkv, table, shared)
         if not shared.is_cached:

@@ -44,6 +44,7 @@ def matmul_attention(
     scale: float | None = None,
     pairs: Pairs | None = None,
     bias: Tensor | None = None,
+    onednn: bool = False,
 ) -> Tensor:
     """Norm and rotate queries and keys, then attend; an operator, one node for `torch.compile`.
 
@@ -56,6 +57,7 @@ def matmul_attention(
         scale: Scale of the scores; 1 / sqrt(D) where None.
         pairs: Keys that a query sees; causal where None.
         bias: Bias of the scores by distance (`attend.distance.bias_by_distance`), or None.
+        onednn: Whether fp32 products go to oneDNN.
 
     Shape:
         qkv: [B, S, G, Q + 2, D]; bias: [G * Q, 2 * S - 1]. Returns [B, S, G * Q * D].
@@ -68,7 +70,7 @@ def matmul_attention(
     if values is not None and values.dim() == 4:
         values = values[:, :, None, None]  # one for each row, over groups and parts
     causal, window, documents = pairs or Pairs()
-    form = Form(eps, factor, interleaved, causal, window)
+    form = Form(eps, factor, interleaved, causal, window, onednn)
     with torch.autocast(qkv.device.type, enabled=False):
         return attend_by_products(qkv, values, query, key, bias, documents, *form)[0]
 

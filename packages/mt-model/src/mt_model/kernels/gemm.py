@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from mt_kernels import AUTO, Candidate, Registry
+from mt_kernels import Candidate, Choice, Registry, cpu_obstacle
 from mt_tensor_parallel import Gemm, TorchGemm
 from torch import Tensor
+
+from mt_model.kernels.onednn import OneDnnGemm, onednn_drawback, onednn_obstacle
 
 
 class CpuGemm(TorchGemm):
@@ -42,15 +44,23 @@ class CpuGemm(TorchGemm):
         return f"CpuGemm(block_size={self.block_size})"
 
 
-def _cpu_obstacle(device: torch.device) -> str | None:
-    return None if device.type == "cpu" else f"device {device.type}"
-
-
 GEMM: Registry[Callable[[], Gemm]] = Registry(
-    "gemm", (Candidate("cpu", CpuGemm, _cpu_obstacle), Candidate("torch", TorchGemm))
+    "gemm",
+    (
+        Candidate("onednn", OneDnnGemm, onednn_obstacle, onednn_drawback),
+        Candidate("cpu", CpuGemm, cpu_obstacle),
+        Candidate("torch", TorchGemm),
+    ),
 )
+"""The products of linear layers. Obstacles get a tensor such as the model's, and its number of
+ranks."""
 
 
-def default_gemm(device: torch.device) -> Gemm:
-    """Return the fastest plain products for a device."""
-    return GEMM.find(AUTO, device).function()
+def make_gemm(
+    given: Gemm | None, name: str, like: Tensor, ranks: int
+) -> tuple[Gemm, tuple[Choice[Callable[[], Gemm]], ...]]:
+    """Return the products of a model on some ranks, and their choice unless they were given."""
+    if given is not None:
+        return given, ()
+    choice = GEMM.choose(name, like, ranks)
+    return choice.candidate.function(), (choice,)

@@ -39,7 +39,7 @@ from mt_model.block.shard_context import ShardContext
 from mt_model.kernels.choice import ChoosesKernels
 from mt_model.kernels.config import Kernels
 from mt_model.kernels.dtype import DTYPES
-from mt_model.kernels.gemm import default_gemm
+from mt_model.kernels.gemm import make_gemm
 from mt_model.kernels.words import KernelSet, Recompute
 from mt_model.recompute.plan import WORDS, RecomputePlan, RecomputeRule
 from mt_model.recompute.saved_activations import KeptBytes, SavedActivations
@@ -143,13 +143,15 @@ class Stack(nn.Module, ABC, Generic[Config]):
         choice = Kernels.of(kernels)
         where = state.device if device is None else torch.device(device)
         runs_on = state.device if where.type == "meta" else where
+        like = torch.empty(0, dtype=dtype, device=runs_on)
+        made, self._products = make_gemm(gemm, choice.gemm, like, state.layout.world_size)
         self.shard = ShardContext(
             group=state.group("tp"),
             tp=tp,
             tp_index=state.index("tp"),
             sequence_parallel=sequence_parallel and tp > 1,
             seed=seed or 0,
-            gemm=default_gemm(runs_on) if gemm is None else gemm,
+            gemm=made,
             dtype=dtype,
             device=runs_on,
             context=self._sequences(
@@ -170,7 +172,6 @@ class Stack(nn.Module, ABC, Generic[Config]):
         inner = context_inner_size or 1
         validate_context(config, context.algorithms, cp=context.size, inner=inner, tp=tp)
         self._build()
-        like = torch.empty(0, dtype=dtype, device=runs_on)
         residual = RESIDUAL.find(choice.residual, like)
         self._fuses = residual.name == "fused"  # the last addition of a layer with the next norm
         if choice != Kernels():
@@ -218,7 +219,9 @@ class Stack(nn.Module, ABC, Generic[Config]):
         """
         like = torch.empty(0, dtype=self.shard.dtype, device=self.shard.device)
         found = (m.kernel_choices(like) for m in self.modules() if isinstance(m, ChoosesKernels))
-        return tuple(dict.fromkeys(choice for choices in found for choice in choices))
+        return tuple(
+            dict.fromkeys(choice for choices in (self._products, *found) for choice in choices)
+        )
 
     def watch_logits(self) -> None:
         """Keep the largest attention score of each key head in training, for `max_logits`.
