@@ -474,7 +474,7 @@ def test_matmul_attention_is_an_operator_that_torch_checks(has, name, monkeypatc
     causal, window, documents = PAIRS[name]
     given = rand(2, 11, 2, 4, 8).requires_grad_(), table, *weights, bias, documents
     call = torch.ops.mt_model.matmul_attention.default
-    torch.library.opcheck(call, (*given, 1e-5, 0.3, False, causal, window))
+    torch.library.opcheck(call, (*given, 1e-5, 0.3, False, causal, window, False))
 
 
 def test_reference_attention_matches_torch_also_for_fewer_queries_than_keys():
