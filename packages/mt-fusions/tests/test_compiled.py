@@ -38,11 +38,11 @@ def norm_jobs():
 def gated_jobs():
     tile = row_tiles(1024, 1024)
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns}
-    tensors = dict.fromkeys(("X", "U", "W", "Y", "G", "DX", "DU"), "*bf16")
+    tensors = dict.fromkeys(("X", "U", "Y", "G", "DX", "DU"), "*bf16")
     strides = {"x_stride": "i32", "u_stride": "i32", "clamp": "fp32", "offset": "fp32"}
-    signature = {**tensors, **ROW, **strides, "DW": "*fp32"}
+    signature = {**tensors, **ROW, **strides}
     for kind in ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu2"):
-        form = {"KIND": kind, "HAS_UP": True, "HAS_WEIGHT": True, "HAS_CLAMP": kind == "silu"}
+        form = {"KIND": kind, "HAS_UP": True, "HAS_CLAMP": kind == "silu"}
         for name in ("_forward_kernel", "_backward_kernel"):
             common = {"module": "activations.triton_gated", "warps": tile.warps, "name": name}
             yield {**common, "signature": signature, "constants": {**form, **shape}}

@@ -122,9 +122,7 @@ class GradBuffer:
         self._closed = self._agreed = False
         self._is_gathered, self._waits = True, True
         self._queue = LaunchQueue(
-            self._buckets,
-            overlap=overlap and not at_once,
-            releases=self._release != "nothing",
+            self._buckets, overlap=overlap and not at_once, releases=self._release != "nothing"
         )
         self._at_close: list[Callable[[], None]] = []
         for slot in self._slots.values():

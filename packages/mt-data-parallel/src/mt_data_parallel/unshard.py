@@ -17,10 +17,7 @@ ROOT = "root"
 
 
 def arrive_in_forwards(
-    buffer: GradBuffer,
-    model: nn.Module,
-    parts: Sequence[nn.Module],
-    unit_of: Callable[[str], str],
+    buffer: GradBuffer, model: nn.Module, parts: Sequence[nn.Module], unit_of: Callable[[str], str]
 ) -> None:
     """Make `gather_params` return at once, and each unit's forward wait for its parameters.
 

@@ -42,12 +42,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
         form.name: form
         for form in (
             Format(
-                name="e4m3",
-                dtype=torch.float8_e4m3fn,
-                max=448.0,
-                mantissa=3,
-                lowest=-6,
-                highest=8,
+                name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, mantissa=3, lowest=-6, highest=8
             ),
             Format(
                 name="e5m2",
@@ -58,13 +53,7 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
                 highest=15,
             ),
             Format(
-                name="e2m1",
-                dtype=torch.uint8,
-                max=6.0,
-                mantissa=1,
-                lowest=0,
-                highest=2,
-                per_byte=2,
+                name="e2m1", dtype=torch.uint8, max=6.0, mantissa=1, lowest=0, highest=2, per_byte=2
             ),
         )
     }

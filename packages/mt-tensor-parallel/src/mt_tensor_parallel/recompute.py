@@ -80,11 +80,7 @@ class _Recompute(torch.autograd.Function):
         return (None, None, None, *(x.grad for x in inputs))
 
 
-def recompute(
-    function: Callable[..., Output],
-    *inputs: Tensor,
-    group: Group = None,
-) -> Output:
+def recompute(function: Callable[..., Output], *inputs: Tensor, group: Group = None) -> Output:
     """Compute `function(*inputs)`, keep only the inputs, and run the function again in backward.
 
     The second run draws the same random numbers: the state of the device's default generator is
@@ -205,11 +201,7 @@ class DiscardedOutput:
 class _Discarded(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        again: Any,
-        function: Callable[..., Tensor],
-        _: Tensor,
-        *inputs: Tensor,
+        ctx: Any, again: Any, function: Callable[..., Tensor], _: Tensor, *inputs: Tensor
     ) -> Tensor:
         ctx.again = again
         output = function(*inputs)

@@ -13,13 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mt_fusions.activations.activation import activate, activation_backward
-from mt_fusions.activations.gated import (
-    GATED_KERNELS,
-    geglu,
-    quick_geglu,
-    squared_relu,
-    swiglu,
-)
+from mt_fusions.activations.gated import GATED_KERNELS, geglu, quick_geglu, squared_relu, swiglu
 from mt_fusions.kernels import fused
 
 _GATES: dict[str, Callable[..., Tensor]] = {

@@ -4,7 +4,6 @@
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -44,8 +43,8 @@ def _activation(x, KIND: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    X, U, W, Y, x_stride, u_stride, rows, size, clamp, offset,
-    KIND: tl.constexpr, HAS_UP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_CLAMP: tl.constexpr,
+    X, U, Y, x_stride, u_stride, rows, size, clamp, offset,
+    KIND: tl.constexpr, HAS_UP: tl.constexpr, HAS_CLAMP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -61,22 +60,17 @@ def _forward_kernel(
         if HAS_CLAMP:
             u = tl.minimum(tl.maximum(u, -clamp), clamp)
         value *= u + offset
-    if HAS_WEIGHT:
-        value *= tl.load(W + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
     at = row[:, None] * size + column[None, :]
     tl.store(Y + at, value.to(Y.dtype.element_ty), mask=here)
 
 
 @triton.jit
 def _backward_kernel(
-    G, X, U, W, DX, DU, DW, x_stride, u_stride, rows, size, clamp, offset,
-    KIND: tl.constexpr, HAS_UP: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_CLAMP: tl.constexpr,
+    G, X, U, DX, DU, x_stride, u_stride, rows, size, clamp, offset,
+    KIND: tl.constexpr, HAS_UP: tl.constexpr, HAS_CLAMP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if HAS_WEIGHT:
-        w = tl.load(W + row, mask=row < rows, other=0.0).to(tl.float32)
-        total = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(0, size, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         here = (row < rows)[:, None] & (column < size)[None, :]
@@ -97,25 +91,12 @@ def _backward_kernel(
                 grad_u = tl.where(tl.abs(u) > clamp, 0.0, grad_u)
                 u = tl.minimum(tl.maximum(u, -clamp), clamp)
             u += offset
-            if HAS_WEIGHT:
-                grad_u *= w[:, None]
             tl.store(DU + at, grad_u.to(DU.dtype.element_ty), mask=here)
-            value *= u
             slope *= u
-        if HAS_WEIGHT:
-            total += tl.sum(g * value, 1)
-            slope *= w[:, None]
         tl.store(DX + at, (g * slope).to(DX.dtype.element_ty), mask=here)
-    if HAS_WEIGHT:
-        tl.store(DW + row, total, mask=row < rows)
 
 
-def forward(
-    gate: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    how: tuple[str, float | None, float],
-) -> Tensor:
+def forward(gate: Tensor, up: Tensor | None, how: tuple[str, float | None, float]) -> Tensor:
     """Return the gated activation."""
     kind, clamp, offset = how
     x, u = as_rows(gate), as_rows(gate if up is None else up)
@@ -125,41 +106,27 @@ def forward(
     grid = triton.cdiv(rows, tile.rows), triton.cdiv(size, tile.columns)
     if y.numel():
         _forward_kernel[grid](
-            x, u, _rows(weight), y, x.stride(0), u.stride(0), rows, size, clamp or 0.0, offset,
-            KIND=kind, HAS_UP=up is not None, HAS_WEIGHT=weight is not None,
-            HAS_CLAMP=clamp is not None,
+            x, u, y, x.stride(0), u.stride(0), rows, size, clamp or 0.0, offset,
+            KIND=kind, HAS_UP=up is not None, HAS_CLAMP=clamp is not None,
             ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
     return y
 
 
 def backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    weight: Tensor | None,
-    how: tuple[str, float | None, float],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of gate, up and, in fp32, the weight."""
+    grad: Tensor, gate: Tensor, up: Tensor | None, how: tuple[str, float | None, float]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of gate and up."""
     kind, clamp, offset = how
     x, u, grad = as_rows(gate), as_rows(gate if up is None else up), grad.contiguous()
     grad_x = gate.new_empty(gate.shape)
     grad_u = None if up is None else up.new_empty(up.shape)
-    grad_w = None
-    if weight is not None:
-        grad_w = weight.new_zeros(weight.shape, dtype=torch.float32)
     rows, size = x.shape
     tile = row_tiles(min(max(size, 1), _WIDEST), _WIDEST)
     if grad.numel():
         _backward_kernel[(triton.cdiv(rows, tile.rows),)](
-            grad, x, u, _rows(weight), grad_x, grad_u, grad_w, x.stride(0), u.stride(0),
-            rows, size, clamp or 0.0, offset,
-            KIND=kind, HAS_UP=up is not None, HAS_WEIGHT=weight is not None,
-            HAS_CLAMP=clamp is not None,
+            grad, x, u, grad_x, grad_u, x.stride(0), u.stride(0), rows, size, clamp or 0.0, offset,
+            KIND=kind, HAS_UP=up is not None, HAS_CLAMP=clamp is not None,
             ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
         )  # fmt: skip
-    return grad_x, grad_u, grad_w
-
-
-def _rows(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.reshape(-1)
+    return grad_x, grad_u

@@ -123,10 +123,7 @@ def _triton() -> Functions:
 
 
 ROPE_KERNELS = implementations(
-    "rope",
-    cpu=Functions(_cpu, _cpu),
-    triton=_triton,
-    reference=Functions(_reference, _reference),
+    "rope", cpu=Functions(_cpu, _cpu), triton=_triton, reference=Functions(_reference, _reference)
 )
 
 

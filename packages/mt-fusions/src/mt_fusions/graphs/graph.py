@@ -137,11 +137,7 @@ class Graph(Generic[P, R]):
         inputs = cast("StaticTensors", self._inputs)
         sources = self._held.names() | inputs.names()
         return Tape(
-            self._script,
-            name=self._name,
-            sources=sources,
-            device=inputs.device.type,
-            checks=checks,
+            self._script, name=self._name, sources=sources, device=inputs.device.type, checks=checks
         )
 
     def _watched(self) -> Any:

@@ -122,13 +122,7 @@ class Tape(TorchDispatchMode):
         name, storage = self._made.get(start, ("", None))
         return None if storage is None or storage.expired() else name
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note an operation, and run it."""
         kwargs, name = dict(kwargs or {}), func._schema.name
         leaves = tree_leaves((args, kwargs))
@@ -200,13 +194,7 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self._stop = stop
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS:
             self._stop(f"{func.__name__}() ({_place()}) has the host read a tensor")
         return func(*args, **(kwargs or {}))

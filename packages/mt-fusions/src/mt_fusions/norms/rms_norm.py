@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from mt_fusions.kernels import accelerator_drawback, fused
 from mt_fusions.norms.form import Form
-from mt_fusions.norms.norm import RMS_NORM_KERNELS, norm
+from mt_fusions.norms.norm import RMS_NORM_KERNELS, norm, norm_reference
 
 
 def rms_norm(
@@ -58,15 +58,8 @@ def _reference(
     zero_centered: bool = False,
     rounds_first: bool = False,
 ) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x_wide = x.to(wide)
-    y = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
-    if weight is None:
-        return y.to(x.dtype)
-    if rounds_first:
-        return (y.to(x.dtype) * weight).to(x.dtype)
-    factor = weight.to(wide)
-    return (y * (factor + 1 if zero_centered else factor)).to(x.dtype)
+    form = Form(eps, zero_centered=zero_centered, rounds_first=rounds_first)
+    return norm_reference(x, None, weight, None, form)[0]
 
 
 def _normed(

@@ -72,8 +72,7 @@ def _reference(
 
 
 RESIDUAL: Registry[Callable[..., Stream]] = Registry(
-    "residual",
-    (fused(_fused, BIAS_DROPOUT_ADD_KERNELS), Candidate("reference", _reference)),
+    "residual", (fused(_fused, BIAS_DROPOUT_ADD_KERNELS), Candidate("reference", _reference))
 )
 """Adds a branch, of `(x, branch, dropout, index, *, opens)`; obstacles get `x`.
 

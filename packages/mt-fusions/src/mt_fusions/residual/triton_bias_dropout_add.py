@@ -78,11 +78,7 @@ def _numbers(how: tuple[float, int]) -> tuple[int, int, int, float]:
 
 
 def forward(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    first: Tensor | None,
-    how: tuple[float, int],
+    x: Tensor, bias: Tensor | None, residual: Tensor, first: Tensor | None, how: tuple[float, int]
 ) -> Tensor:
     """Return the sum."""
     own, rest, y = as_rows(x), as_rows(residual), x.new_empty(x.shape)

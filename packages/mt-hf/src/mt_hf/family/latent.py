@@ -10,13 +10,7 @@ from typing import Any, TypeVar
 from mt_files import Checks
 from mt_model import LayerConfig, MLAConfig, MLPConfig, ModelConfig, MoEConfig, score_scale
 
-from mt_hf.family.decoder import (
-    ACTIVATIONS,
-    DecoderFields,
-    decoder_links,
-    fields_of,
-    model_of,
-)
+from mt_hf.family.decoder import ACTIVATIONS, DecoderFields, decoder_links, fields_of, model_of
 from mt_hf.family.experts import ExpertNames, dense_of, experts_of, feed_forward_links
 from mt_hf.family.link import Link, leaves
 from mt_hf.family.table import Names, read_values, write_values

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mt_model import (
-    DTYPES,
-    VOCABULARY,
-    ModelConfig,
-    Sizes,
-    StackConfig,
-    saved_tensors,
-)
+from mt_model import DTYPES, VOCABULARY, ModelConfig, Sizes, StackConfig, saved_tensors
 from mt_parallel_state import ParallelState, offsets_of
 from torch import Tensor, nn
 

@@ -79,10 +79,7 @@ class StoredTensor:
             if os.fstat(file.fileno()).st_size < self.start + size:
                 raise ExchangeError(f"{self.path}: got shorter than tensor {self.name}; restore it")
             pages = mmap.mmap(
-                file.fileno(),
-                size + skipped,
-                access=mmap.ACCESS_COPY,
-                offset=self.start - skipped,
+                file.fileno(), size + skipped, access=mmap.ACCESS_COPY, offset=self.start - skipped
             )
         return _view(pages, skipped, self.dtype, count).view(self.shape)
 

@@ -133,10 +133,7 @@ def plan_export(
 
 
 def _dtype_of(
-    name: str,
-    links: Sequence[Link],
-    dtype: torch.dtype | None,
-    dtypes: Mapping[str, torch.dtype],
+    name: str, links: Sequence[Link], dtype: torch.dtype | None, dtypes: Mapping[str, torch.dtype]
 ) -> torch.dtype:
     first = links[0]
     if is_buffer(first.target):

@@ -78,10 +78,7 @@ def quantize_for_folder(
 
 
 def _check_formats(
-    model: GPT,
-    decisions: Mapping[str, Decision],
-    kv_cache: Mapping[int, KVFormat],
-    layout: str,
+    model: GPT, decisions: Mapping[str, Decision], kv_cache: Mapping[int, KVFormat], layout: str
 ) -> None:
     """Refuse formats that the layout lacks, before any layer is quantised."""
     layers = {n: (d.weight, d.input) for n, d in decisions.items() if d.weight is not None}

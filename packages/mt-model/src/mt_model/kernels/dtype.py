@@ -8,10 +8,5 @@ from types import MappingProxyType
 import torch
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "fp64": torch.float64,
-        "fp32": torch.float32,
-        "bf16": torch.bfloat16,
-        "fp16": torch.float16,
-    }
+    {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 )

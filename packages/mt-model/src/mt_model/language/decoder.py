@@ -76,10 +76,7 @@ class GPT(Stack["ModelConfig"]):
         images = self.config.images if self.has_embedding else None
         self.images = None
         if images is not None:
-            size, placed = (
-                self.config.hidden_size,
-                {"state": self.state, "shard": self.shard},
-            )
+            size, placed = (self.config.hidden_size, {"state": self.state, "shard": self.shard})
             self.images = ImageInput(images, size, **placed, plan=self.plan)
 
     def _build_output(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,13 +42,7 @@ def without_data() -> Iterator[None]:
 class _Usual(TorchDispatchMode):
     """Says no where Python asks for a truth value, as of the exceptions that code looks for."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; the answer is not one."""
         asks = func is torch.ops.aten._local_scalar_dense.default
         if asks and args[0].dtype == torch.bool:

@@ -15,11 +15,7 @@ from mt_model.feed_forward.mlp_config import MLPConfig
 from mt_model.kernels.words import Activation
 from mt_model.stack.layer_config import LayerConfig
 from mt_model.vision.config import VisionConfig
-from mt_model.vision.pooling_config import (
-    AttentionPoolingConfig,
-    ClassPoolingConfig,
-    PoolingConfig,
-)
+from mt_model.vision.pooling_config import AttentionPoolingConfig, ClassPoolingConfig, PoolingConfig
 
 _Arguments = Mapping[str, Any]
 

@@ -52,11 +52,7 @@ def materialize(
 
 
 def initializer(
-    model: nn.Module,
-    config: StackConfig,
-    state: ParallelState | None = None,
-    *,
-    seed: int = 0,
+    model: nn.Module, config: StackConfig, state: ParallelState | None = None, *, seed: int = 0
 ) -> Callable[[str, nn.Parameter], None]:
     """Return a function that fills one parameter of a model with its initial values.
 

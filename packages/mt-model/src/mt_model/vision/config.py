@@ -102,10 +102,7 @@ class VisionConfig(StackConfig):
     @property
     def grid(self) -> tuple[int, int]:
         """Number of patches in a column and in a row of an image."""
-        return (
-            self.image_size[0] // self.patch_size[0],
-            self.image_size[1] // self.patch_size[1],
-        )
+        return (self.image_size[0] // self.patch_size[0], self.image_size[1] // self.patch_size[1])
 
     @property
     def num_patches(self) -> int:

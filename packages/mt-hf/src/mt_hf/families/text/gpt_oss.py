@@ -10,11 +10,7 @@ from typing import Any
 from mt_files import Checks
 from mt_model import AttentionConfig, ModelConfig, MoEConfig
 
-from mt_hf.family.decoder import (
-    attention_links,
-    decoder_config,
-    decoder_links,
-)
+from mt_hf.family.decoder import attention_links, decoder_config, decoder_links
 from mt_hf.family.experts import RoutedFields, expert_fields, experts, experts_of, with_experts
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves

@@ -7,12 +7,7 @@ from functools import partial
 
 from mt_model import ModelConfig
 
-from mt_hf.family.decoder import (
-    DecoderFields,
-    decoder_config,
-    decoder_fields,
-    decoder_links,
-)
+from mt_hf.family.decoder import DecoderFields, decoder_config, decoder_fields, decoder_links
 from mt_hf.family.family import Family
 
 

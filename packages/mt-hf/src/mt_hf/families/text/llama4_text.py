@@ -10,12 +10,7 @@ from typing import Any, Literal, TypeAlias
 from mt_files import Checks
 from mt_model import AttentionConfig, MLPConfig, ModelConfig, MoEConfig, TemperatureConfig
 
-from mt_hf.family.decoder import (
-    decoder_config,
-    decoder_links,
-    first_mixer,
-    mlp_links,
-)
+from mt_hf.family.decoder import decoder_config, decoder_links, first_mixer, mlp_links
 from mt_hf.family.experts import RoutedFields, expert_fields, experts, experts_of, with_experts
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves

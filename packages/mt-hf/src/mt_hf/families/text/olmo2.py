@@ -8,12 +8,7 @@ from types import MappingProxyType
 
 from mt_model import ModelConfig
 
-from mt_hf.family.decoder import (
-    DecoderFields,
-    decoder_config,
-    decoder_fields,
-    decoder_links,
-)
+from mt_hf.family.decoder import DecoderFields, decoder_config, decoder_fields, decoder_links
 from mt_hf.family.family import Family
 
 _NORMS = MappingProxyType(

@@ -54,10 +54,7 @@ def _read(given: OlmoeFields) -> ModelConfig:
 def _write(config: ModelConfig) -> OlmoeFields:
     moe, _ = experts_of(config)
     return expert_fields(
-        OlmoeFields,
-        config,
-        num_experts=moe.num_experts,
-        norm_topk_prob=moe.normalize,
+        OlmoeFields, config, num_experts=moe.num_experts, norm_topk_prob=moe.normalize
     )
 
 

@@ -78,11 +78,7 @@ def _write(config: ModelConfig) -> Phi3Fields:
         if isinstance(mixer.rope.scaling, LongropeScaling):
             rest["original_max_position_embeddings"] = mixer.rope.scaling.original_length
     return decoder_fields(
-        Phi3Fields,
-        config,
-        resid_pdrop=config.dropout,
-        embd_pdrop=config.dropout,
-        **rest,
+        Phi3Fields, config, resid_pdrop=config.dropout, embd_pdrop=config.dropout, **rest
     )
 
 

@@ -48,11 +48,7 @@ def qwen_windows(config: ModelConfig) -> dict[str, Any]:
     if len(sizes) > 1:
         raise ValueError(f"the layers have the windows {sorted(sizes)}, and there can be one")
     first = next((i for i, size in enumerate(windows) if size is not None), len(windows))
-    return {
-        **window_fields(config),
-        "use_sliding_window": bool(sizes),
-        "max_window_layers": first,
-    }
+    return {**window_fields(config), "use_sliding_window": bool(sizes), "max_window_layers": first}
 
 
 @dataclass(frozen=True, kw_only=True)

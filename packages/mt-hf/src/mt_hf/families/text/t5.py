@@ -20,12 +20,7 @@ from mt_model import (
     encoder_decoder_layers,
 )
 
-from mt_hf.family.decoder import (
-    ACTIVATION_NAMES,
-    ACTIVATIONS,
-    attention_links,
-    first_layer,
-)
+from mt_hf.family.decoder import ACTIVATION_NAMES, ACTIVATIONS, attention_links, first_layer
 from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
 
