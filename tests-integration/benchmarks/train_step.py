@@ -1,11 +1,14 @@
 """Training steps of the quickstart model against transformers' LlamaForCausalLM.
 
     python tests-integration/benchmarks/train_step.py [--pairs 7] [--steps 4] [--dtype fp32]
+        [--onednn] [--no-compile]
 
 Same shape, weights, batch, dtype and threads; both sides first have to give the same loss. Ours
 trains as `mt-train` does (fp32 masters, gradient clipping, layers compiled one by one); theirs is
 torch's fused AdamW on the weights themselves, which in bf16 is less work, and compiled whole. Sides
 alternate, and a ratio is made within each round.
+With --onednn each side is there again with its fp32 products by oneDNN: ours by `Kernels.gemm`,
+theirs with the whole step under torch's switch.
 Prints ratios of speed; above 1 ours is faster. A further side does nothing but the step's matrix
 products, those of attention for the pairs that count: no step can be faster than that, so its ratio
 is the most that anyone reaches.
@@ -21,7 +24,8 @@ from collections.abc import Callable
 
 import torch
 from mt_data_parallel import GradBuffer
-from mt_model import DTYPES, GPT, ModelConfig, keep_freed_memory
+from mt_model import DTYPES, GPT, Kernels, ModelConfig, keep_freed_memory
+from mt_model.kernels.onednn import onednn_products
 from mt_optim import AdamW, clip_grad_norm
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_train.config.loading import build_model
@@ -32,11 +36,16 @@ Step = Callable[[], float]
 
 
 def ours(
-    config: ModelConfig, batch: dict[str, Tensor], dtype: torch.dtype, *, compiled: bool
+    config: ModelConfig,
+    batch: dict[str, Tensor],
+    dtype: torch.dtype,
+    *,
+    compiled: bool,
+    gemm: str = "auto",
 ) -> tuple[Step, GPT]:
     """The trainer's step: gradient buffer, clip, AdamW over fp32 masters."""
     state = ParallelState(ParallelLayout(), device="cpu")
-    model = GPT(config, state, dtype=dtype)
+    model = GPT(config, state, dtype=dtype, kernels=Kernels(gemm=gemm))
     named = list(model.named_parameters())
     buffer = GradBuffer(named, group=None)
     optimizer = AdamW(named, lr=1e-4, betas=(0.9, 0.95))
@@ -152,6 +161,16 @@ def products(config: ModelConfig, batch: dict[str, Tensor], source: GPT) -> Step
     return step
 
 
+def by_onednn(step: Step) -> Step:
+    """Take the step under torch's switch for oneDNN."""
+
+    def run() -> float:
+        with onednn_products():
+            return step()
+
+    return run
+
+
 def seconds(step: Step, steps: int) -> tuple[float, float]:
     """Wall and CPU seconds of some steps."""
     wall, cpu = time.perf_counter(), time.process_time()
@@ -167,6 +186,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled sides out")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--onednn", action="store_true", help="each side also with oneDNN")
     options = parser.parse_args()
     dtype = DTYPES[options.dtype]
     keep_freed_memory()  # for both sides, as mt-train does
@@ -188,6 +208,10 @@ def main() -> None:
     }
     for form in forms:
         sides[f"mt {form}"] = ours(config, batch, dtype, compiled=form == "compiled")[0]
+    for form in forms if options.onednn else ():
+        how = {"compiled": form == "compiled"}
+        sides[f"transformers {form} onednn"] = by_onednn(theirs(config, batch, weights, **how))
+        sides[f"mt {form} onednn"] = ours(config, batch, dtype, **how, gemm="onednn")[0]
     check_equal({name: side() for name, side in sides.items()})
     sides["products"] = products(config, batch, weights)
     for side in sides.values():
