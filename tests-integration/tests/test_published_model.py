@@ -14,7 +14,7 @@ import pytest
 import torch
 from mt_hf import export_checkpoint, import_pretrained
 from mt_hf.commands.cli import main as mt_hf_command
-from mt_infer import Sampling, load_run
+from mt_infer import Engine, Sampling, load_run
 from mt_parallel_state import ParallelLayout, ParallelState
 
 PROMPTS = (
@@ -72,8 +72,12 @@ def answers(
     folder: Path, rows: list[list[int]], new: int, *, tp: int = 1, pp: int = 1, kv: str = "full"
 ) -> list[list[int]]:
     with ParallelState(ParallelLayout(tp=tp, pp=pp), device="cpu") as state:
-        generator = replace(load_run(folder, state), kv_cache_dtype=kv)
-        return [list(generator.tokens(row, new, GREEDY)) for row in rows]
+        if pp > 1:
+            generator = replace(load_run(folder, state), kv_cache_dtype=kv)
+            return [list(generator.tokens(row, new, GREEDY)) for row in rows]
+        engine = Engine.from_folder(folder, state=state, kv_cache_dtype=kv, max_batch_tokens=48)
+        found = engine.generate(rows, Sampling(temperature=0, max_tokens=new))
+        return [each.tokens for each in found]
 
 
 def test_it_verifies_answers_as_transformers_does_and_comes_back_the_same(

@@ -309,6 +309,35 @@ def test_other_weights_give_their_own_answers_and_running_requests_go_on_as_aske
         made.update_weights({"no.such": torch.ones(2)})
 
 
+def test_a_newer_step_of_a_run_is_read_into_the_live_model(saved_run) -> None:
+    asked = "to be", Sampling(seed=1, max_tokens=8)
+    made = Engine.from_folder(saved_run, step=1)
+    (first,) = made.generate(*asked)
+    memory = {name: x.data_ptr() for name, x in made.model.named_parameters()}
+    assert made.load_step() == 2
+    assert {name: x.data_ptr() for name, x in made.model.named_parameters()} == memory
+    (second,) = made.generate(*asked)
+    assert [second] == Engine.from_folder(saved_run).generate(*asked)
+    assert (first.step, second.step) == (1, 2)
+    assert first.tokens != second.tokens
+    with pytest.raises(ValueError, match="from_folder"):
+        engine().load_step()
+
+
+def test_text_comes_in_whole_characters_and_ends_before_a_stop_text(saved_run) -> None:
+    made = Engine.from_folder(saved_run)
+    (whole,) = made.generate("to be", Sampling(seed=3, max_tokens=10))
+    assert whole.text == made.tokenizer.decode(whole.tokens)
+    for stop in (whole.text[3:5], "not there", whole.text[:1]):
+        how = Sampling(seed=3, max_tokens=10, stop=["never", stop])
+        deltas = list(made.stream("to be", how))
+        place = whole.text.find(stop)
+        expected = whole.text if place < 0 else whole.text[:place]
+        assert "".join(each.text for each in deltas) == expected == deltas[-1].completion.text
+        assert deltas[-1].completion.end == ("length" if place < 0 else "stop")
+        assert [x for each in deltas for x in each.tokens] == deltas[-1].completion.tokens
+
+
 def test_a_sleeping_engine_has_no_pages_and_answers_alike_awake() -> None:
     made, asked = engine(), ([5, 9, 3], Sampling(temperature=0, max_tokens=8, seed=0))
     before = made.generate(*asked)

@@ -142,17 +142,20 @@ def _from_few(scores: Tensor, sampling: Sampling, draws: Tensor) -> tuple[Tensor
     values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, by_value)
     is_clear = values > values[:, -1:]  # others may tie with the last
+    is_whole = torch.ones_like(is_clear[:, 0])
     if sampling.top_k > 0:
-        smallest = values[:, min(sampling.top_k, _FEW) - 1, None]
-        probabilities = values.masked_fill(values < smallest, float("-inf")).softmax(-1)
+        dropped = values < values[:, min(sampling.top_k, _FEW) - 1, None]
+        is_whole = (dropped & is_clear).any(-1)  # else others may be kept, too
+        probabilities = values.masked_fill(dropped, float("-inf")).softmax(-1)
     else:
         probabilities = scores.softmax(-1).gather(-1, order)
     kept = _filtered(probabilities, sampling)
     cumulative = kept.cumsum(-1)
     total = cumulative[:, -1]
-    is_whole = ((kept == 0) & is_clear).any(-1)
     if sampling.kept[1:4] == (0, 1.0, 0.0):
-        total, is_whole = torch.ones_like(total), torch.ones_like(is_whole)
+        total = torch.ones_like(total)
+    else:
+        is_whole &= ((kept == 0) & is_clear).any(-1)
     target = draws * total
     is_inside = target < cumulative.masked_fill(~is_clear, 0.0).amax(-1)
     return _at(target, cumulative, kept, order), is_whole & is_inside

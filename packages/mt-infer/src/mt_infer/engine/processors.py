@@ -56,7 +56,7 @@ def adjust(
 
 
 def _ids(scores: Tensor, ids: Collection[int]) -> Tensor:
-    return torch.tensor(list(ids), device=scores.device)
+    return torch.tensor(list(ids), dtype=torch.int64, device=scores.device)
 
 
 def _change(scores: Tensor, ids: Collection[int], change: Callable[[Tensor], Tensor]) -> None:
