@@ -161,7 +161,7 @@ BROKEN = {
     ),
     "an override that overrides nothing": (
         MINIMAL + "optimizer:\n  overrides:\n    - names: embedding.*\n",
-        "run.yaml:14: optimizer.overrides[0].names: nothing is other; set one of lr_scale, ",
+        "run.yaml:14: optimizer.overrides[0]: an override needs lr_scale, ",
     ),
     "an override with a slip": (
         MINIMAL + "optimizer:\n  overrides:\n    - {names: a, lr_scal: 1}\n",
@@ -216,7 +216,7 @@ BROKEN = {
     ),
     "a norm group without a norm": (
         MINIMAL + "optimizer:\n  norm_groups:\n    - {names: 'layers.*', max_norm: 0}\n",
-        "run.yaml:14: optimizer.norm_groups[0].max_norm: 0.0 must be greater than 0",
+        "run.yaml:14: optimizer.norm_groups[0]: max_norm must be positive",
     ),
     "inner groups that do not divide": (
         MINIMAL + "parallel:\n  cp: 4\n  cp_algorithm: hierarchical\n  cp_inner: 3\n",

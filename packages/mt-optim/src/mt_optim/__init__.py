@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from mt_optim.optimizers import Lion as Lion
     from mt_optim.optimizers import Muon as Muon
     from mt_optim.parameters.group import default_decay_filter as default_decay_filter
+    from mt_optim.parameters.matching import GroupOverride as GroupOverride
     from mt_optim.parameters.matrix import is_hidden_matrix as is_hidden_matrix
-    from mt_optim.parameters.override import GroupOverride as GroupOverride
     from mt_optim.parameters.override import mup_overrides as mup_overrides
     from mt_optim.qk_clip import QKClip as QKClip
     from mt_optim.rules.orthogonal import Orthogonalization as Orthogonalization

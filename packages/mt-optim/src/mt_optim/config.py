@@ -12,7 +12,7 @@ from mt_files import check_type
 from mt_optim.checks import check_bool, check_count, check_fraction, check_size
 from mt_optim.gradients.limits import GradLimits, NormGroup
 from mt_optim.gradients.scaler import LossScale
-from mt_optim.parameters.override import GroupOverride
+from mt_optim.parameters.matching import GroupOverride
 from mt_optim.rules.orthogonal import Orthogonalization
 from mt_optim.state.storage import StateStorage
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from mt_data_parallel import ParamShard
+from typing import TYPE_CHECKING
 
 from mt_optim.checks import check_positive
 from mt_optim.parameters.matching import ParamFilter
+
+if TYPE_CHECKING:  # settings of a run are checked without torch
+    from mt_data_parallel import ParamShard
 
 REST = "rest"  # the parameters that are in no norm group
 

@@ -12,6 +12,7 @@ from mt_data_parallel import ParamShard, param_shards
 from torch import Tensor
 
 from mt_optim.checks import LARGEST_LR, check_number, check_size, kind_of
+from mt_optim.parameters.matching import SCALES
 
 DecayFilter = Callable[[str, Tensor], bool]
 Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -21,9 +22,7 @@ MASTER_DTYPES = {
     torch.bfloat16: torch.float32,
     torch.float16: torch.float32,
 }
-# torch's schedulers restart from `initial_lr`; `name` is for logs. `step(lr=, weight_decay=)`
-# multiplies by `lr_scale` and `wd_scale`; eps was multiplied by `eps_scale` at construction.
-SCALES = ("lr_scale", "wd_scale", "eps_scale")
+# torch's schedulers restart from `initial_lr`; `name` is for logs.
 _KEYS = ("initial_lr", "name", "rule", *SCALES)
 
 

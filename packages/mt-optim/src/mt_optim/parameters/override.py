@@ -1,57 +1,16 @@
-"""Groups of parameters with settings of their own, and the scales of muP."""
+"""The groups that follow from overrides, and the scales of muP."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mt_data_parallel import ParamShard, param_shards
 from torch import Tensor, nn
 
-from mt_optim.checks import check_betas, check_function, check_number, check_size
-from mt_optim.parameters.group import SCALES
-from mt_optim.parameters.matching import ParamFilter
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupOverride(ParamFilter):
-    """Settings of some parameters in place of the optimizer's own.
-
-    Attributes:
-        lr_scale: Factor of the learning rate, in each step of a schedule.
-        wd_scale: Factor of the weight decay; 0 for none. Parameters that `decay_filter` refuses
-            have none anyway.
-        eps_scale: Factor of the eps that the rule adds to the root of its second moment.
-        betas: The rule's decay rates.
-
-    Raises:
-        ValueError: No parameters are chosen, or a setting is missing or out of range.
-        TypeError: A field has the wrong type.
-    """
-
-    lr_scale: float | None = None
-    wd_scale: float | None = None
-    eps_scale: float | None = None
-    betas: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for what in SCALES:
-            check_size(what, self.settings.get(what, 1.0))
-        if self.betas is not None:
-            check_betas(self.betas)
-        if not self.settings:
-            known = ", ".join(SCALES)
-            raise ValueError(f"an override needs {known} or betas, to say what is other")
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What it sets."""
-        given = {key: getattr(self, key) for key in SCALES}
-        given["betas"] = None if self.betas is None else tuple(self.betas)
-        return {key: value for key, value in given.items() if value is not None}
+from mt_optim.checks import check_function, check_number
+from mt_optim.parameters.matching import GroupOverride
 
 
 def override_groups(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from mt_files import Checks, shorten
-from mt_optim import LossScale, QKClip
+from mt_optim import GroupOverride, LossScale, NormGroup, QKClip
 
 from mt_train.config.limits import MAX_STEPS, path_field
 
@@ -15,7 +15,6 @@ OptimizerName: TypeAlias = Literal["adamw", "adam", "sgd", "lion", "muon", "adap
 
 _MAX_RATE = 3.4e38  # more is infinite in fp32, and with one step every weight is
 _MAX_SCALE = 2.0**127  # the largest power of two in fp32
-_SCALES = ("lr_scale", "wd_scale", "eps_scale")  # of an override
 
 # Settings of some optimizers, or of some schedules, only.
 _MUON = ("muon", "adaptive_muon")
@@ -34,55 +33,6 @@ _ONLY_FOR = {
     "soap_max_dim": ("name", ("soap",)),
     "width_multiplier": ("name", ("adamw", "adam", "sgd", "lion")),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverrideEntry:
-    """What some parameters have in place of the optimizer's own settings.
-
-    Attributes:
-        names: A glob over the names of parameters, as the checkpoint has them, such as
-            `embedding.*` or `*.mixer.qkv.*`; `*` stands for dots too.
-        lr_scale: Times the learning rate, all along the schedule.
-        wd_scale: Times the weight decay; 0 for none.
-        eps_scale: Times `optimizer.eps`.
-        betas: In place of `optimizer.betas`.
-    """
-
-    names: str
-    lr_scale: float | None = None
-    wd_scale: float | None = None
-    eps_scale: float | None = None
-    betas: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.at_least(0, *_SCALES)
-        checks.at_most(_MAX_RATE, *_SCALES)
-        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
-            checks.add("betas", f"{list(self.betas)}: expected two numbers from 0 to below 1")
-        if all(getattr(self, name) is None for name in (*_SCALES, "betas")):
-            checks.add("names", f"nothing is other; set one of {', '.join(_SCALES)}, betas")
-        checks.done()
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormGroupEntry:
-    """Parameters whose gradient is clipped alone.
-
-    Attributes:
-        names: A glob over the parameters' names, such as `layers.*.mixer.*`; `*` stands for dots
-            too.
-        max_norm: The largest norm of their gradient; a longer one is scaled down.
-    """
-
-    names: str
-    max_norm: float
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.above(0, "max_norm")
-        checks.done()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +81,9 @@ class OptimizerSection:
             it, queries by the power `alpha` and keys by the rest. It works on each head, or each
             group of heads that shares a key.
         overrides: Other values for some parameters, such as `[{names: "embedding.*", lr_scale:
-            0.1}]`: a list of `names` with `lr_scale`, `wd_scale`, `eps_scale` or `betas`. Several
-            entries may match one parameter; contradictions are an error.
+            0.1}]`: a list of `names` (a glob over names of parameters as the checkpoint has them,
+            where `*` stands for dots too) with `lr_scale`, `wd_scale`, `eps_scale` or `betas`.
+            Several entries may match one parameter; contradictions are an error.
         width_multiplier: Ratio of the model's width to the width at which the rate was tuned.
             Matrices between embedding and head then divide the rate and `eps` by it (muP); with sgd
             all other parameters multiply the rate by it.
@@ -176,7 +127,7 @@ class OptimizerSection:
     weight_decay_end: float | None = None
     ema: float | None = None
     qk_clip: QKClip | None = None
-    overrides: tuple[OverrideEntry, ...] = ()
+    overrides: tuple[GroupOverride, ...] = ()
     width_multiplier: float = 1.0
     skip_above: float | None = None
     max_value: float | None = None
@@ -185,7 +136,7 @@ class OptimizerSection:
     anneal: float = 0.2
     anneal_shape: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
     loss_scale: Literal["dynamic"] | float | LossScale | None = None
-    norm_groups: tuple[NormGroupEntry, ...] = ()
+    norm_groups: tuple[NormGroup, ...] = ()
 
     def __post_init__(self) -> None:
         checks = Checks(self)

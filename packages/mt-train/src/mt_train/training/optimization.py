@@ -8,11 +8,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from mt_files import did_you_mean, shorten, to_plain
+from mt_files import did_you_mean, shorten
 from mt_model import ModelConfig
 from mt_optim import (
     GroupOverride,
-    NormGroup,
     OptimizerConfig,
     Orthogonalization,
     build_optimizer,
@@ -50,7 +49,6 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
         ),
         "overrides": _overrides(section),
         "max_norm": config.training.grad_clip,
-        "norm_groups": tuple(NormGroup(**to_plain(group)) for group in section.norm_groups),
         "count_zeros": config.logging.zeros,
         "statistics": "layer" if config.logging.gradients else None,
     }
@@ -59,7 +57,7 @@ def optimizer_config(config: RunConfig) -> OptimizerConfig:
 
 def _overrides(section: OptimizerSection) -> tuple[GroupOverride, ...]:
     """Return the overrides of the configuration and of `width_multiplier`."""
-    given = [GroupOverride(**to_plain(entry)) for entry in section.overrides]
+    given = [*section.overrides]
     if section.width_multiplier != 1:
         given += mup_overrides(section.width_multiplier, is_hidden_matrix, name=section.name)
     return tuple(given)
@@ -82,7 +80,7 @@ def check_overrides(loaded: LoadedConfig, model: ModelConfig) -> None:
     names = [name for name, _ in whole.named_parameters()]
     for key, entries in globs.items():
         for index, entry in enumerate(entries):
-            if not any(fnmatchcase(name, entry.names) for name in names):
+            if entry.names and not any(fnmatchcase(name, entry.names) for name in names):
                 text = f"{shorten(entry.names)} is the name of no parameter"
                 hint = did_you_mean(entry.names, names) or f"There are {', '.join(names[:8])} ..."
                 raise loaded.error(f"optimizer.{key}[{index}].names", f"{text}. {hint}")
