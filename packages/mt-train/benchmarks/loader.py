@@ -20,16 +20,18 @@ from mt_data import (
     BatchSampler,
     GPTDataset,
     IndexedDataset,
+    MixedSamples,
+    Mixture,
     Rows,
     count_labels,
     load_tokenizer,
+    mixture_sources,
 )
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_train import LoadedConfig, Trainer
 from mt_train.config.loading import to_yaml
 from mt_train.data.corpus import Corpus, prepare_corpus
 from mt_train.data.loader import HostStep, on_host
-from mt_train.data.mixture import MixedSamples, Mixture, sources_of
 from mt_train.quickstart import load_quickstart
 
 
@@ -65,7 +67,7 @@ def make_trainer(loaded: LoadedConfig, corpus: Corpus) -> Trainer:
     ]
     samples = MixedSamples(
         datasets,
-        Mixture(sources=sources_of(datasets, corpus.weights)),
+        Mixture(sources=mixture_sources(datasets, corpus.weights)),
         num_samples=training.steps * training.global_batch_size,
     )
     sampler = BatchSampler(

@@ -101,7 +101,7 @@ def test_changes_are_said_and_kept_with_their_step(tiny, copy, capsys) -> None:
 
 def seen_samples(monkeypatch) -> list[int]:
     """Note the number of every sample that is drawn, in order."""
-    from mt_train.data.mixture import MixedSamples
+    from mt_data import MixedSamples
 
     seen: list[int] = []
     original = MixedSamples.__getitem__

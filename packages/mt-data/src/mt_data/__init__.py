@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from mt_data.datasets.masked import MaskedDataset as MaskedDataset
     from mt_data.datasets.masked import MaskedVocabulary as MaskedVocabulary
     from mt_data.datasets.masked import Masking as Masking
+    from mt_data.datasets.mixture import MixedRows as MixedRows
+    from mt_data.datasets.mixture import MixedSamples as MixedSamples
+    from mt_data.datasets.mixture import Mixture as Mixture
+    from mt_data.datasets.mixture import MixtureSource as MixtureSource
+    from mt_data.datasets.mixture import mixture_sources as mixture_sources
     from mt_data.datasets.prefetch import Prefetcher as Prefetcher
     from mt_data.datasets.spans import SpanCorruption as SpanCorruption
     from mt_data.datasets.spans import SpanDataset as SpanDataset

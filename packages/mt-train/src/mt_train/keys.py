@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from mt_files import describe, did_you_mean, hints_of
 from mt_model import FIELDS
 
 from mt_train.config.document import COMMAND_LINE
-from mt_train.config.other_names import other_names
 from mt_train.config.run_config import RunConfig
 from mt_train.problem import ConfigError
 
@@ -91,28 +89,6 @@ def explain(names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page() -> str:
-    """Write the page of all keys in Markdown."""
-    lines = [
-        "# Every key of mt-train",
-        "",
-        "`mt-train keys NAME` prints the same in a terminal, `mt-train config FILE` a run's own.",
-        "This page is made of the docstrings: `python -m mt_train.keys > docs/mt-train-keys.md`.",
-    ]
-    for section in sections():
-        lines += ["", f"## {section.name}", "", *textwrap.wrap(section.text, _WIDTH), ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key in section.keys:
-            default = f"`{key.default}`" if key.default else "needed"
-            cells = (f"`{key.name}`", key.type, default, key.meaning)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "## Names of other frameworks", ""]
-    lines += ["Megatron-LM's arguments, the fields of Hugging Face, and axolotl's.", ""]
-    lines += ["| there | here |", "|---|---|"]
-    lines += [f"| `{name}` | {told} |" for name, told in sorted(other_names().items())]
-    return "\n".join(lines) + "\n"
-
-
 def _section(name: str, cls: Any) -> Section:
     text, meanings = _docstring(cls)
     hints = hints_of(cls)
@@ -162,7 +138,3 @@ def _default(item: dataclasses.Field[Any]) -> str:
     if isinstance(item.default, bool):
         return str(item.default).lower()
     return "null" if item.default is None else str(item.default)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from math import ceil
 from pathlib import Path
+from typing import TypeAlias
 
 from mt_data import (
     DataError,
@@ -25,7 +26,9 @@ from mt_model import ModelConfig
 from mt_train.config.data_section import MaskingSection
 from mt_train.config.run_config import RunConfig
 from mt_train.data.corpus import Corpus
-from mt_train.data.mixture import Dataset, Made
+
+Made: TypeAlias = SpanDataset | MaskedDataset
+"""A data set that makes inputs and labels itself."""
 
 
 def masked_rows(config: RunConfig, indexed: IndexedDataset, tokenizer: Tokenizer) -> MaskedDataset:
@@ -54,7 +57,7 @@ def masked_rows(config: RunConfig, indexed: IndexedDataset, tokenizer: Tokenizer
 
 def training_sets(
     config: RunConfig, corpus: Corpus, tokenizer: Tokenizer | None, model: ModelConfig
-) -> list[Dataset]:
+) -> list[GPTDataset | Made]:
     """Open the training sets of a run, with the rows of its objective."""
     if tokenizer is not None and (config.data.hidden or config.data.spans):
         return [dataset_of(config, prefix, tokenizer, model) for prefix in corpus.train]

@@ -15,9 +15,12 @@ from mt_ckpt import RunFolder, SavedTokenizer
 from mt_data import (
     BatchSampler,
     GPTDataset,
+    MixedRows,
+    MixedSamples,
     SequentialWindows,
     Tokenizer,
     count_text_bytes,
+    mixture_sources,
 )
 from mt_files import FileError, to_plain, write_file
 from mt_model import ModelConfig, keep_freed_memory
@@ -36,7 +39,6 @@ from mt_train.config.loading import LoadedConfig, to_yaml
 from mt_train.config.run_config import RunConfig
 from mt_train.data.corpus import Corpus
 from mt_train.data.datasets import dataset_of, held_out_tokens, training_sets
-from mt_train.data.mixture import MixedRows, MixedSamples, sources_of
 from mt_train.parts.registry import wanted_parts
 from mt_train.reporting.board import Board
 from mt_train.reporting.console import make_console
@@ -144,7 +146,7 @@ class _Session:
             part.check_layout(loaded, model, state.layout)
         training, start = config.training, self.start.progress
         datasets = training_sets(config, corpus, tokenizer, model)
-        mixture = self.start.mixture(sources_of(datasets, corpus.weights))
+        mixture = self.start.mixture(mixture_sources(datasets, corpus.weights))
         steps_left = max(0, training.steps - start.step)
         num_samples = start.samples + steps_left * training.global_batch_size
         sampler = BatchSampler(

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mt_ckpt import CheckpointError, SavedModel, SavedTokenizer, inspect_checkpoint
+from mt_data import Mixture
 from mt_files import Checks, UserError, to_plain
 from mt_optim import ScaleState
 
 from mt_train.config.run_config import RunConfig
-from mt_train.data.mixture import Mixture
 from mt_train.training.progress import Progress
 
 Saved = TypeVar("Saved", SavedModel, "SavedRun")

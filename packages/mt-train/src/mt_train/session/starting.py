@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mt_ckpt import RunFolder, SavedModel, hold_checkpoint, latest_checkpoint
+from mt_data import Mixture
 from mt_files import to_plain
 
 from mt_train.config.loading import LoadedConfig
 from mt_train.config.run_config import RunConfig
-from mt_train.data.mixture import Mixture
 from mt_train.reporting.history import changes
 from mt_train.session.saved import (
     ResumeError,

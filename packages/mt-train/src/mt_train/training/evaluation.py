@@ -12,8 +12,8 @@ from mt_data import MicroBatch, SequentialWindows
 from numpy.typing import NDArray
 
 from mt_train.agreement import summed
+from mt_train.data.datasets import Made
 from mt_train.data.loader import on_host, to_device
-from mt_train.data.mixture import Made
 from mt_train.parts.objective import totals
 from mt_train.reporting.metrics import Record
 from mt_train.training.trainer import Trainer

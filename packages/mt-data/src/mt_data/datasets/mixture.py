@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
-from mt_data import BlendedDataset, BlendOrder, GPTDataset, MaskedDataset, SpanDataset
 from mt_files import Checks
 from numpy.typing import NDArray
 
+from mt_data.datasets.blend import BlendedDataset, BlendOrder
+from mt_data.datasets.gpt import GPTDataset
+from mt_data.datasets.masked import MaskedDataset
+from mt_data.datasets.spans import SpanDataset
+
 Made: TypeAlias = SpanDataset | MaskedDataset
-"""A data set that makes inputs and labels itself."""
 Dataset: TypeAlias = GPTDataset | Made
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class MixtureSource:
     """One data set in a mixture.
 
     Attributes:
@@ -51,8 +54,8 @@ class Mixture:
     """
 
     start: int = 0
-    sources: tuple[Source, ...]
-    resting: tuple[Source, ...] = ()
+    sources: tuple[MixtureSource, ...]
+    resting: tuple[MixtureSource, ...] = ()
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -69,7 +72,7 @@ class Mixture:
             source.start + int(count) for source, count in zip(self.sources, counts, strict=True)
         )
 
-    def continued(self, sources: Sequence[Source], samples: int) -> Mixture:
+    def continued(self, sources: Sequence[MixtureSource], samples: int) -> Mixture:
         """Return the mixture from `samples` on: this one, or the next if the sources changed."""
         if [(s.fingerprint, s.weight) for s in sources] == [
             (s.fingerprint, s.weight) for s in self.sources
@@ -108,7 +111,7 @@ class MixedSamples(BlendedDataset):
 
 
 class MixedRows(MixedSamples):
-    """Rows of a run from data sets that make inputs and labels themselves (`Made`)."""
+    """Rows of a run from data sets that make inputs and labels themselves."""
 
     @property
     def sequence_length(self) -> int:
@@ -125,11 +128,13 @@ class MixedRows(MixedSamples):
         return cast("Made", self.datasets[0]).empty()
 
 
-def sources_of(datasets: Sequence[Dataset], weights: Sequence[float]) -> tuple[Source, ...]:
+def mixture_sources(
+    datasets: Sequence[Dataset], weights: Sequence[float]
+) -> tuple[MixtureSource, ...]:
     """Describe data sets of a mixture; without weights their shares follow their tokens."""
     shares = weights or [float(dataset.indexed.lengths.sum()) for dataset in datasets]
     total = sum(shares)
     return tuple(
-        Source(fingerprint=dataset.fingerprint, weight=share / total)
+        MixtureSource(fingerprint=dataset.fingerprint, weight=share / total)
         for dataset, share in zip(datasets, shares, strict=True)
     )
