@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mt_data.documents.reader import read_documents as read_documents
     from mt_data.documents.reader import standard_library_sources as standard_library_sources
     from mt_data.documents.split import parse_split as parse_split
+    from mt_data.documents.split import split_documents as split_documents
     from mt_data.documents.split import split_files as split_files
     from mt_data.documents.split import split_ranges as split_ranges
     from mt_data.storage.writer import IndexedWriter as IndexedWriter

@@ -6,9 +6,11 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
+from mt_data.documents.reader import Document
 from mt_data.error import DataError, quote
 
 PART = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", re.ASCII)
@@ -88,6 +90,30 @@ def split_files(
     held = [place <= threshold and place < max(places) for place in places]
     kept = [file for file, out in zip(files, held, strict=True) if not out]
     return kept, [file for file, out in zip(files, held, strict=True) if out]
+
+
+def split_documents(
+    documents: Sequence[Document], *, fraction: float = 0.05, seed: int = 0
+) -> tuple[list[Document], list[Document]]:
+    """Hold out a share of documents, chosen as by `split_files`.
+
+    Documents of one file share a path, so the line belongs to the name. Of a single document the
+    end is held out, from the start of a line on.
+
+    Returns:
+        (kept, held out)
+    """
+    if len(documents) == 1:
+        only, text = documents[0], documents[0].text
+        cut = text.rfind("\n", 0, round(len(text) * (1 - fraction))) + 1
+        cut = cut or round(len(text) * (1 - fraction))
+        return [replace(only, text=text[:cut])], [replace(only, text=text[cut:])]
+    names = [f"{document.path}:{document.line or 0}" for document in documents]
+    held = {str(name) for name in split_files(names, fraction=fraction, seed=seed)[1]}
+    parts: tuple[list[Document], list[Document]] = [], []
+    for name, document in zip(names, documents, strict=True):
+        parts[name in held].append(document)
+    return parts
 
 
 def _place(name: str, seed: int) -> float:

@@ -6,15 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mt_files import (
-    Document,
-    FieldProblem,
-    PlainText,
-    SchemaError,
-    parse_yaml,
-    read_yaml,
-    shorten,
-)
+from mt_files import Document, FieldProblem, PlainText, SchemaError, parse_yaml, read_yaml, shorten
 
 from mt_train.problem import ConfigError
 
@@ -35,10 +27,8 @@ def read_document(path: Path) -> Document:
     except SchemaError as error:
         raise ConfigError(error.problems) from error
     except (OSError, ValueError) as error:
-        text = (
-            f"cannot read the configuration: {getattr(error, 'strerror', None) or error}. "
-            "Check the path, or start from packages/mt-train/examples/tiny.yaml"
-        )
+        text = f"cannot read the configuration: {getattr(error, 'strerror', None) or error}. "
+        text += "Check the path, or start from packages/mt-train/examples/tiny.yaml"
         raise ConfigError.of(start, text) from error
     if document.root is None:
         text = "the file is empty; a run needs at least `model:`, `data:` and `training:`"
@@ -75,10 +65,8 @@ def apply_overrides(document: Document, overrides: list[str]) -> None:
                 document.places.setdefault(".".join(parents[: depth + 1]), where)
             if not isinstance(below, dict):
                 section = ".".join(parents[: depth + 1])
-                text = (
-                    f"{section} is {_kind(below)} ({document.place(section)}), which has no "
-                    f"{shorten(last)} in it"
-                )
+                text = f"{section} is {_kind(below)} ({document.place(section)}), which has no "
+                text += f"{shorten(last)} in it"
                 problems.append(FieldProblem(path, text, where))
                 break
             node = below

@@ -29,12 +29,9 @@ def layout_misfits(
     training = config.training
     per_step = training.micro_batch_size * layout.dp
     if training.global_batch_size % per_step:
-        yield (
-            "training.global_batch_size",
-            f"{training.global_batch_size} is not divisible by micro_batch_size "
-            f"{training.micro_batch_size} x dp {layout.dp} = {per_step}; "
-            f"use a multiple of {per_step}",
-        )
+        text = f"{training.global_batch_size} is not divisible by micro_batch_size "
+        text += f"{training.micro_batch_size} x dp {layout.dp} = {per_step}; use a multiple of "
+        yield "training.global_batch_size", f"{text}{per_step}"
     else:
         microbatches = training.global_batch_size // per_step
         yield from _pipeline_misfits(config, model, layout.pp, microbatches)
@@ -71,17 +68,12 @@ def _split_misfits(
     """Yield what ranks can't share evenly: replicas, experts, tensors."""
     ranks, edp = layout.dp * layout.cp, layout.size("edp")
     if ranks % replicas:
-        yield (
-            "data_parallel.replicas",
-            f"{replicas} does not divide parallel.dp {layout.dp} x parallel.cp {layout.cp} = "
-            f"{ranks}; use one of {listed(divisors(ranks))}",
-        )
+        text = f"{replicas} does not divide parallel.dp {layout.dp} x parallel.cp {layout.cp} = "
+        text += f"{ranks}; use one of {listed(divisors(ranks))}"
+        yield "data_parallel.replicas", text
     elif model.has_experts and edp % replicas:
-        yield (
-            "data_parallel.replicas",
-            f"{replicas} does not divide the {edp} ranks that have the same experts; use one of "
-            f"{listed(divisors(edp))}",
-        )
+        text = f"{replicas} does not divide the {edp} ranks that have the same experts; use one of "
+        yield "data_parallel.replicas", text + listed(divisors(edp))
     try:
         model.check_experts(ep=layout.ep, etp=layout.size("etp"))
     except ValueError as error:
@@ -108,10 +100,8 @@ def objective_misfits(config: RunConfig, model: ModelConfig) -> Iterator[tuple[s
         yield where, text + "hidden one; use causal: false, or a preset such as bert-base"
     least = 5 if hidden is not None and hidden.pairs else 3  # with the special tokens
     if hidden is not None and config.training.sequence_length < least:
-        text = (
-            f"{config.training.sequence_length} leaves no room for text beside the special tokens"
-        )
-        yield "training.sequence_length", f"{text} of data.objective mlm; use {least} or more"
+        text = f"{config.training.sequence_length} leaves no room for text beside the special "
+        yield "training.sequence_length", f"{text}tokens of data.objective mlm; use {least} or more"
     if hidden is not None and model.mtp is not None:
         text = "predicts further tokens, which data.objective mlm has none of; leave it out"
         yield "model.mtp", text
@@ -138,11 +128,9 @@ def _pipeline_misfits(
     stages = ranks * (config.pipeline.chunks or 1)
     if stages <= num_layers and microbatches * stages > _MAX_SCHEDULE:
         least = -(-microbatches * stages * training.micro_batch_size // _MAX_SCHEDULE)
-        yield (
-            "training.micro_batch_size",
-            f"{training.micro_batch_size} cuts the global batch into {microbatches} micro-batches "
-            f"for {stages} stages, more than {_MAX_SCHEDULE} pieces; use {least} or more",
-        )
+        text = f"{training.micro_batch_size} cuts the global batch into {microbatches} "
+        text += f"micro-batches for {stages} stages, more than {_MAX_SCHEDULE} pieces; use {least} "
+        yield "training.micro_batch_size", text + "or more"
         return
     try:
         plan_pipeline(

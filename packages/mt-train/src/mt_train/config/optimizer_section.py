@@ -178,10 +178,8 @@ class OptimizerSection:
     def _check_decay(self, checks: Checks) -> None:
         is_constant = self.weight_decay_schedule == "constant"
         if is_constant and self.weight_decay_end not in (None, self.weight_decay):
-            text = (
-                f"{self.weight_decay_end} is not optimizer.weight_decay {self.weight_decay}, and "
-            )
-            text += "optimizer.weight_decay_schedule is constant; use linear or cosine"
+            text = f"{self.weight_decay_end} is not optimizer.weight_decay {self.weight_decay}, "
+            text += "and optimizer.weight_decay_schedule is constant; use linear or cosine"
             checks.add("weight_decay_end", text)
         elif not is_constant and self.weight_decay_end is None:
             text = "missing; optimizer.weight_decay_schedule goes there"

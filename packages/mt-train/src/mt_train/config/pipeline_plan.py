@@ -45,10 +45,8 @@ def plan_pipeline(
         FieldError: The schedule can't take these sizes, or the layers do not fit its stages.
     """
     if section.microbatches not in (None, microbatches):
-        text = (
-            f"{section.microbatches}, but training.global_batch_size / (micro_batch_size x dp) "
-            f"gives {microbatches}; change one of them, or leave this out"
-        )
+        text = f"{section.microbatches}, but training.global_batch_size / (micro_batch_size x dp) "
+        text += f"gives {microbatches}; change one of them, or leave this out"
         raise FieldError({"pipeline.microbatches": text})
     _check_size(section, ranks, microbatches, num_layers)
     options = {
@@ -60,14 +58,11 @@ def plan_pipeline(
         raise FieldError({"pipeline.schedule": str(error)}) from error
     if section.layout is None:
         if num_layers < schedule.depth:
-            text = (
-                f"{section.schedule!r} over {ranks} ranks has {schedule.depth} stages for "
-                f"{num_layers} layers; every stage needs a layer, so use fewer ranks or chunks"
-            )
+            text = f"{section.schedule!r} over {ranks} ranks has {schedule.depth} stages for "
+            text += f"{num_layers} layers; every stage needs a layer, so use fewer ranks or chunks"
             raise FieldError({"pipeline.schedule": text})
-        return PipelinePlan(
-            schedule=schedule, layers=tuple(split_layers(num_layers, schedule.depth))
-        )
+        layers = tuple(split_layers(num_layers, schedule.depth))
+        return PipelinePlan(schedule=schedule, layers=layers)
     try:
         contents = parse_layout(section.layout, num_layers=num_layers, stages=schedule.depth)
     except ValueError as error:
@@ -97,10 +92,8 @@ def _check_size(section: PipelineSection, ranks: int, microbatches: int, num_lay
         text += f"use {num_layers // ranks} or less"
     elif microbatches > _MAX_MICROBATCHES:
         field = "training.global_batch_size"
-        text = (
-            f"it gives each rank {microbatches} micro-batches a step; at most "
-            f"{_MAX_MICROBATCHES} are planned, so raise training.micro_batch_size or parallel.dp, "
-            "or lower it"
-        )
+        text = f"it gives each rank {microbatches} micro-batches a step; at most "
+        text += f"{_MAX_MICROBATCHES} are planned, so raise training.micro_batch_size or "
+        text += "parallel.dp, or lower it"
     if field:
         raise FieldError({field: text})

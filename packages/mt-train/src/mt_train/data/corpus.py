@@ -9,7 +9,7 @@ import hashlib
 import json
 import secrets
 import shutil
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from mt_data import (
     build_corpus,
     load_tokenizer,
     read_documents,
-    split_files,
+    split_documents,
     standard_library_sources,
     train_tokenizer,
 )
@@ -32,6 +32,7 @@ from mt_train.config.loading import STANDARD_LIBRARY, LoadedConfig
 
 _DESCRIPTION = "corpus.json"
 _MAX_BYTES = 1 << 20
+_OF_SAMPLES = ("packing", "spans", "objective", "masking", "split", "order")  # not of the tokens
 _DECIDE_TOKENIZER = ("seed", "vocab_size", "pattern", "tokenizer")
 
 
@@ -92,16 +93,8 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
             validation=None if data.validation is None else Path(data.validation),
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
-    description = {"seed": loaded.config.training.seed, **asdict(data)}
-    for name in (
-        "packing",
-        "spans",
-        "objective",
-        "masking",
-        "split",
-        "order",
-    ):  # of the samples, not of the tokens
-        del description[name]
+    of_tokens = {name: value for name, value in asdict(data).items() if name not in _OF_SAMPLES}
+    description = {"seed": loaded.config.training.seed, **of_tokens}
     if data.hidden is not None and given is None:
         description["special"] = data.hidden.special
     description = json.loads(json.dumps(description))  # tuples become lists, as when read back
@@ -125,19 +118,15 @@ def _kept_tokenizer(loaded: LoadedConfig, folder: Path, description: dict[str, A
     """Return the tokenizer of the run's first corpus, if another corpus can be made with it."""
     built = _described(folder)
     if built is None:
-        raise loaded.error(
-            "data.corpus",
-            f"{folder / _DESCRIPTION} is missing or damaged, so it is not known what the tokens "
-            f"beside it are; restore it, or remove {folder} to build them again",
-        )
+        text = f"{folder / _DESCRIPTION} is missing or damaged, so it is not known what the tokens "
+        text += f"beside it are; restore it, or remove {folder} to build them again"
+        raise loaded.error("data.corpus", text)
     for name in _DECIDE_TOKENIZER:
         if built.get(name) != description[name]:
-            raise loaded.error(
-                "training.seed" if name == "seed" else f"data.{name}",
-                f"{folder} belongs to a run with other data settings: {name} was "
-                f"{built.get(name)!r} and is {description[name]!r}; restore it to continue the "
-                "run, or use another --out",
-            )
+            text = f"{folder} belongs to a run with other data settings: {name} was "
+            text += f"{built.get(name)!r} and is {description[name]!r}; restore it to continue the "
+            field = "training.seed" if name == "seed" else f"data.{name}"
+            raise loaded.error(field, f"{text}run, or use another --out")
     return folder / "tokenizer.json"
 
 
@@ -158,24 +147,7 @@ def split_corpus(loaded: LoadedConfig) -> tuple[list[Document], list[Document]]:
         documents = documents[: data.max_files]
     if not documents:
         raise loaded.error("data.corpus", f"no document matches data.glob {data.glob!r}")
-    if len(documents) == 1:
-        return _cut(documents[0], data.validation_fraction)
-    # Documents of one .jsonl file share a path, so the line belongs to the name.
-    names = [f"{document.path}:{document.line or 0}" for document in documents]
-    _, held_out_names = split_files(names, fraction=data.validation_fraction, seed=seed)
-    held_out = {str(name) for name in held_out_names}
-    train, validation = [], []
-    for name, document in zip(names, documents, strict=True):
-        (validation if name in held_out else train).append(document)
-    return train, validation
-
-
-def _cut(document: Document, fraction: float) -> tuple[list[Document], list[Document]]:
-    """Hold out the end of a single text, from a line start on."""
-    text = document.text
-    cut = text.rfind("\n", 0, round(len(text) * (1 - fraction))) + 1
-    cut = cut or round(len(text) * (1 - fraction))
-    return [replace(document, text=text[:cut])], [replace(document, text=text[cut:])]
+    return split_documents(documents, fraction=data.validation_fraction, seed=seed)
 
 
 def _described(folder: Path) -> dict[str, Any] | None:
@@ -239,12 +211,9 @@ def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) 
     for prefix in corpus.prefixes:
         recorded = (IndexedDataset(prefix).metadata() or {}).get("tokenizer_sha256")
         if recorded not in (None, tokenizer.sha256):
-            raise loaded.error(
-                "data.tokenizer",
-                f"{prefix}.bin was made with another tokenizer: its sha256 is "
-                f"{str(recorded)[:12]}..., that of this one {tokenizer.sha256[:12]}...; name the "
-                "one it was made with",
-            )
+            text = f"{prefix}.bin was made with another tokenizer: its sha256 is "
+            text += f"{str(recorded)[:12]}..., that of this one {tokenizer.sha256[:12]}...; name "
+            raise loaded.error("data.tokenizer", f"{text}the one it was made with")
 
 
 def check_packing(loaded: LoadedConfig, corpus: Corpus) -> None:
@@ -256,9 +225,8 @@ def check_packing(loaded: LoadedConfig, corpus: Corpus) -> None:
     if loaded.config.data.packing == "none":
         return
     if all(len(IndexedDataset(prefix)) == 1 for prefix in corpus.train):
-        raise loaded.error(
-            "data.packing",
-            f"{loaded.config.data.packing}, but {corpus.train[0]}.idx has all its tokens in one "
+        text = f"{loaded.config.data.packing}, but {corpus.train[0]}.idx has all its tokens in one "
+        text += (
             "document, so there is nothing to keep apart; build the data with its documents, as "
-            "mt-data build does, or use none",
         )
+        raise loaded.error("data.packing", f"{text}mt-data build does, or use none")

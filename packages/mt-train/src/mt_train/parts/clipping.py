@@ -50,12 +50,8 @@ class LogitClip(TrainerPart):
         wide = torch.float32
         for logits in (logits for own in found for logits in own.values()):
             wide = torch.promote_types(wide, logits.dtype)
-        table = torch.full(
-            (len(self._kv_heads), max(self._kv_heads)),
-            -torch.inf,
-            dtype=wide,
-            device=self._state.device,
-        )
+        size = len(self._kv_heads), max(self._kv_heads)
+        table = torch.full(size, -torch.inf, dtype=wide, device=self._state.device)
         for own in found:
             for layer, logits in own.items():
                 row = table[layer, : len(logits)]

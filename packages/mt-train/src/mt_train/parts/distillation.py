@@ -89,22 +89,19 @@ class Distillation(TrainerPart):
             raise loaded.error(field, str(error)) from error
         if teacher.vocab_size != model.vocab_size:
             text = (
-                f"{shown} has {teacher.vocab_size} tokens, and the model {model.vocab_size}; use a "
+                f"{shown} has {teacher.vocab_size} tokens, and the model {model.vocab_size}; use "
             )
-            text += f"teacher with the same tokenizer, and model.vocab_size={teacher.vocab_size}"
+            text += f"a teacher with the same tokenizer, and model.vocab_size={teacher.vocab_size}"
             raise loaded.error(field, text)
         if tokenizer is not None and theirs not in (None, tokenizer.sha256):
-            text = (
-                f"{shown} has another tokenizer, whose ids mean other text: sha256 {theirs}, and "
-            )
-            text += f"the run's is {tokenizer.sha256}; use the tokenizer of the teacher"
+            text = f"{shown} has another tokenizer, whose ids mean other text: sha256 {theirs}, "
+            text += f"and the run's is {tokenizer.sha256}; use the tokenizer of the teacher"
             raise loaded.error(field, text)
         length = loaded.config.training.sequence_length
         if length > teacher.max_sequence_length:
-            text = (
-                f"{shown} reads {teacher.max_sequence_length} tokens, and training.sequence_length "
-            )
-            raise loaded.error(field, f"{text}is {length}; make it shorter, or use another teacher")
+            text = f"{shown} reads {teacher.max_sequence_length} tokens, and "
+            text += f"training.sequence_length is {length}; make it shorter, or use another teacher"
+            raise loaded.error(field, text)
         if _checkpoint(Path(folder)) is not None and teacher.vocab_rows != model.vocab_rows:
             text = f"{shown} has a head of {teacher.vocab_rows} rows, and the model one of "
             text += f"{model.vocab_rows}; set model.vocab_multiple={teacher.vocab_multiple}"

@@ -83,9 +83,8 @@ class LowPrecision(TrainerPart):
         chosen = chosen_linears(section, whole, model.num_layers)
         if not chosen:
             text = f"{section.recipe} has no layers: keep, keep_first and keep_last leave all "
-            text += (
-                f"{sum(map(len, named.values()))} as they are; keep fewer, or leave the recipe out"
-            )
+            count = sum(map(len, named.values()))
+            text += f"{count} as they are; keep fewer, or leave the recipe out"
             raise loaded.error("precision.recipe", text)
         size = read_recipe(section).block_size
         cut = [name for name, own in named.items() if not chosen.isdisjoint(own)]

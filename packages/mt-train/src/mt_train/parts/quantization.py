@@ -70,10 +70,8 @@ class FakeQuantization(TrainerPart):
             more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
             raise loaded.error(field, f"{section.given}: {problems[0]}{more}")
         if not formats and all(decision.weight is None for decision in decisions.values()):
-            text = (
-                f"{section.given}: no layer gets a format of its weight; name one, or leave it out"
-            )
-            raise loaded.error(field, text)
+            text = "no layer gets a format of its weight; name one, or leave it out"
+            raise loaded.error(field, f"{section.given}: {text}")
 
     def parameters_ready(self, buffer: GradBuffer) -> None:
         """Choose the strategies of layers, and the formats of keys and values."""
