@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_data import DataError, parse_split, split_files, split_ranges
+from mt_data import DataError, Document, parse_split, split_documents, split_files, split_ranges
 
 
 @pytest.mark.parametrize(
@@ -113,3 +113,15 @@ def test_fraction_is_checked(fraction):
 def test_one_file_cannot_be_split():
     with pytest.raises(DataError, match="cannot hold out a part of 1 files"):
         split_files(NAMES[:1])
+
+
+def test_documents_of_one_file_are_held_out_by_line_and_of_one_document_the_end():
+    many = [Document(path="a.jsonl", text=f"text {n}", line=n) for n in range(1, 201)]
+    kept, held = split_documents(many, fraction=0.2, seed=1)
+    assert 20 < len(held) < 60
+    assert sorted(kept + held, key=lambda document: document.line) == many
+    assert split_documents(many[:100], fraction=0.2, seed=1)[1] == [
+        d for d in held if d.line <= 100
+    ]
+    (first,), (second,) = split_documents([Document(path="a", text="1\n2\n3\n4\n")], fraction=0.3)
+    assert (first.text, second.text) == ("1\n2\n3\n", "4\n")

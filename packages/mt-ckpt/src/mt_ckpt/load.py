@@ -22,14 +22,7 @@ from mt_ckpt.dtype import dtype_name, from_stored
 from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.grid import Box, chunk_indices, overlap
 from mt_ckpt.hold import hold_checkpoint
-from mt_ckpt.manifest import (
-    MANIFEST,
-    FileRecord,
-    Manifest,
-    check_step,
-    other_step,
-    read_manifest,
-)
+from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, check_step, other_step, read_manifest
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.shard import TensorShard
 

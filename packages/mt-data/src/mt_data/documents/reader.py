@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 from mt_data.documents.source import Source, SourceFile, decompressed, find_files
-from mt_data.error import (
-    DataError,
-    DataFileError,
-    listed,
-    quote,
-    require,
-    shorten,
-)
+from mt_data.error import DataError, DataFileError, listed, quote, require, shorten
 
 MAX_LINE = 1 << 28
 MAX_TEXT = 1 << 31

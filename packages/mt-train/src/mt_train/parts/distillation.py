@@ -20,14 +20,7 @@ from mt_ckpt import (
 from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import FileError, shorten
 from mt_hf import ExchangeError, Pretrained, open_pretrained, read_description
-from mt_model import (
-    GPT,
-    ModelConfig,
-    MoEConfig,
-    StackConfig,
-    load_recorded_plugins,
-    saved_buffers,
-)
+from mt_model import GPT, ModelConfig, MoEConfig, StackConfig, load_recorded_plugins, saved_buffers
 from mt_parallel_state import ParallelLayout, ParallelState, WgradStore
 from torch import Tensor
 

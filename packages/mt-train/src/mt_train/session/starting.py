@@ -14,13 +14,7 @@ from mt_files import to_plain
 from mt_train.config.loading import LoadedConfig
 from mt_train.config.run_config import RunConfig
 from mt_train.reporting.history import changes
-from mt_train.session.saved import (
-    ResumeError,
-    SavedRun,
-    plain_sections,
-    read_imported,
-    read_saved,
-)
+from mt_train.session.saved import ResumeError, SavedRun, plain_sections, read_imported, read_saved
 from mt_train.training.progress import Progress
 
 # What may differ between two parts of a run: everything but the model, the tokenizer and these.
