@@ -37,24 +37,9 @@ class Format:
         return self.per_byte == 1
 
 
-FORMATS: Mapping[str, Format] = MappingProxyType(
-    {
-        form.name: form
-        for form in (
-            Format(
-                name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, mantissa=3, lowest=-6, highest=8
-            ),
-            Format(
-                name="e5m2",
-                dtype=torch.float8_e5m2,
-                max=57344.0,
-                mantissa=2,
-                lowest=-14,
-                highest=15,
-            ),
-            Format(
-                name="e2m1", dtype=torch.uint8, max=6.0, mantissa=1, lowest=0, highest=2, per_byte=2
-            ),
-        )
-    }
+_FORMATS = (
+    Format(name="e4m3", dtype=torch.float8_e4m3fn, max=448.0, mantissa=3, lowest=-6, highest=8),
+    Format(name="e5m2", dtype=torch.float8_e5m2, max=57344.0, mantissa=2, lowest=-14, highest=15),
+    Format(name="e2m1", dtype=torch.uint8, max=6.0, mantissa=1, lowest=0, highest=2, per_byte=2),
 )
+FORMATS: Mapping[str, Format] = MappingProxyType({form.name: form for form in _FORMATS})

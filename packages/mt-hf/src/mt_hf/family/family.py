@@ -18,16 +18,6 @@ from mt_hf.family.link import Link
 _SHOWN = 5  # differences in a message
 
 
-def _no_repeats(config: Any) -> Mapping[str, str]:
-    del config
-    return {}
-
-
-def _no_parts(given: Mapping[str, Any]) -> Mapping[str, Family]:
-    del given
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A family of models of Hugging Face transformers.
@@ -72,12 +62,12 @@ class Family:
     builds: type[StackConfig] = ModelConfig
     wrapper: str = ""
     renames: tuple[tuple[str, str], ...] = ()
-    repeats: Callable[[Any], Mapping[str, str]] = _no_repeats
+    repeats: Callable[[Any], Mapping[str, str]] = lambda _: {}
     endings: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     hint: str = ""
     like: str = ""
-    parts: Callable[[Mapping[str, Any]], Mapping[str, Family]] = _no_parts
+    parts: Callable[[Mapping[str, Any]], Mapping[str, Family]] = lambda _: {}
 
     def __post_init__(self) -> None:
         if not self.model_types:
