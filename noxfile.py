@@ -189,7 +189,7 @@ def campaign(session: nox.Session) -> None:
 def attack(session: nox.Session) -> None:
     """Damage, kill, confuse and starve a run thousands of times: what the ledger lacks, into it."""
     script = ["python", "tests-integration/attack/attack.py"]
-    ledger = [] if set(session.posargs) & {"--row", "--sample"} else ["--out", "docs/attack.md"]
+    ledger = [] if set(session.posargs) & {"--case", "--sample"} else ["--out", "docs/attack.md"]
     session.run(*DEV, *script, *ledger, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 

@@ -2,6 +2,7 @@
 
     python tests-integration/attack/attack.py --out docs/attack.md    # what that ledger lacks
     python tests-integration/attack/attack.py --sample                # a few cases of every row
+    python tests-integration/attack/attack.py --row signals --out docs/attack.md   # one row
     python tests-integration/attack/attack.py --row signals --case 7       # one case again
 
 A case is bad if it hangs, eats memory, ends in a traceback or an untyped exception, prints a
@@ -161,6 +162,8 @@ def _chosen(options: argparse.Namespace, known: dict[tuple[str, int], Entry]) ->
 
 def _run(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Entry]:
     """Run the cases, print what was bad, and yield the entry of each row that is done."""
+    if not cases:
+        return
     left = Counter(case.row.name for case in cases)
     tried, bad, seconds = Counter[str](), Counter[str](), Counter[str]()
     with (
@@ -224,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{entry.attack}: {counts}", flush=True)
         if options.out is not None:
             options.out.write_text(render(_in_order(known.values())))
-    found = [entry for entry in known.values() if entry.seed == options.seed]
+    asked = [entry for entry in known.values() if options.row in (None, entry.attack)]
+    found = [entry for entry in asked if entry.seed == options.seed]
     print(f"all: {sum(entry.tried for entry in found)} tried, {sum(e.bad for e in found)} bad")
     return 1 if any(entry.bad for entry in found) or not found else 0
 

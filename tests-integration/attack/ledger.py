@@ -80,5 +80,5 @@ def misfits(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
 
 def commit() -> str:
     """Return the short name of the commit at work."""
-    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=8", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

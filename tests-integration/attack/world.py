@@ -153,7 +153,8 @@ def spawn(command: Sequence[str], **options: object) -> Result:
 
 def call(main: Callable[[list[str]], None], arguments: Sequence[str]) -> Result:
     """Run a command in this process; an exception that it lets out is ours to see."""
-    output, errors = (io.TextIOWrapper(io.BytesIO(), write_through=True) for _ in range(2))
+    output = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    errors = io.TextIOWrapper(io.BytesIO(), errors="backslashreplace", write_through=True)
     code = 0
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:

@@ -11,6 +11,7 @@ Sizes: TypeAlias = tuple[int, ...]
 # Above these no parameter's size fits 64 bits, or a list of layers no memory.
 MAX_WIDTH, MAX_HEADS, MAX_VOCAB, MAX_LENGTH = 1 << 24, 1 << 16, 1 << 30, 1 << 27
 MAX_LAYERS = 4096  # above the deepest networks published
+MAX_CLAMP = 1e30  # a bound of values in fp32
 
 
 def indivisible(name: str, value: int, tp: int) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mt_files import Checks
 
 from mt_model.block.entry import FeedForwardConfig
-from mt_model.block.sizes import MAX_WIDTH
+from mt_model.block.sizes import MAX_CLAMP, MAX_WIDTH
 from mt_model.kernels.words import Activation
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class MLPConfig(FeedForwardConfig):
         checks.at_least(1, "ffn_size")
         checks.at_most(MAX_WIDTH, "ffn_size")
         checks.above(0, "clamp")
+        checks.at_most(MAX_CLAMP, "clamp")
         checks.fraction("dropout")
         checks.done()
         for name in ("clamp", "up_offset"):

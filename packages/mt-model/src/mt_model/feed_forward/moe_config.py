@@ -11,7 +11,7 @@ from mt_files import Checks, FieldError
 from mt_moe import check_choice, check_form, check_number, training_obstacle
 
 from mt_model.block.entry import FeedForwardConfig
-from mt_model.block.sizes import MAX_WIDTH
+from mt_model.block.sizes import MAX_CLAMP, MAX_WIDTH
 from mt_model.kernels.words import Activation
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ class MoEConfig(FeedForwardConfig):
         checks.at_most(MAX_WIDTH, "ffn_size", "shared_size", "latent_size")
         checks.at_most(1, "bias_rate")
         checks.above(0, "clamp", "scale", "capacity_factor")
+        checks.at_most(MAX_CLAMP, "clamp")
         checks.at_most(MAX_EXPERTS, "capacity_factor")  # beyond, nothing is ever dropped
         checks.fraction("jitter")
         checks.done()
