@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from mt_model.block.losses import Losses as Losses
     from mt_model.block.shard_context import ShardContext as ShardContext
     from mt_model.generation.decoding import GraphedDecoding as GraphedDecoding
+    from mt_model.generation.invariance import invariance_obstacle as invariance_obstacle
     from mt_model.generation.kv_calibration import calibrate_kv_cache as calibrate_kv_cache
     from mt_model.generation.kv_calibration import kv_formats as kv_formats
     from mt_model.kernels.dtype import DTYPES as DTYPES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -11,12 +12,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def wide_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    then: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Return `x @ weight.T + bias` in a wide dtype; backward keeps `x` and `weight` unconverted.
+
+    Rows are padded to a multiple of 32: torch computes the last few numbers of a tensor in another
+    way on a CPU, and sums few rows in another order. The choice of a token's experts should not
+    depend on the number of tokens. `then` is a function of single numbers to apply.
 
     Shape:
         x: [..., H]; weight: [E, H]; bias: [E]. Returns [..., E].
     """
+    shape, rows = x.shape[:-1], x.flatten(0, -2)
+    missing = -rows.shape[0] % 32
+    y = _multiply(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias, dtype)
+    y = y if then is None else then(y)
+    return y[: rows.shape[0]].unflatten(0, shape)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), dtype)
     if x.dtype == weight.dtype == wide:
         with _no_autocast(x):

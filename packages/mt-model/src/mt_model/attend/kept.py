@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from mt_kernels import AUTO
+from mt_kernels import AUTO, Selector
 from torch import Tensor
 
 from mt_model.attend.context import AttendingLayer, ForwardContext
@@ -59,6 +59,10 @@ class KeptAttend(ABC):
     @abstractmethod
     def views(self, window: int | None, chunk: int | None) -> Iterable[View]:
         """Return which kept tokens the queries see in a layer with a window or chunks."""
+
+    def selector(self, layer: AttendingLayer) -> Selector[Any]:
+        """Return the choice of a kernel."""
+        return layer.attending[AUTO]
 
     @abstractmethod
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
@@ -126,7 +130,7 @@ class KeptAttend(ABC):
             )
             kept = {name: self.read(index, name, x.dtype, view.kept) for name, x in new.items()}
             own = query if view.group is None else view.group.take(query)
-            out = attention(own, *join(kept), scores, layer.attending[AUTO])
+            out = attention(own, *join(kept), scores, self.selector(layer))
             found = out if view.group is None else view.group.put(out, found)
         assert found is not None, "a pass has tokens"  # noqa: S101
         return found

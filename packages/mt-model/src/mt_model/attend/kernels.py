@@ -17,6 +17,7 @@ from mt_parallel_state import outside_graph
 from torch import Tensor
 
 from mt_model.attend.flex import flex_attention
+from mt_model.attend.invariant import invariant_attention, invariant_obstacle
 from mt_model.attend.reference import reference_attention
 from mt_model.attend.scores import Scores
 
@@ -245,6 +246,7 @@ ATTENTION: Registry[Callable[..., Tensor]] = Registry(
         Candidate("flex", flex_attention, _flex_obstacle),
         Candidate("tiles", _tiles, _tiles_obstacle),
         Candidate("reference", reference_attention, _reference_obstacle),
+        Candidate("invariant", invariant_attention, invariant_obstacle),
     ),
 )
 """Functions of `attention`'s arguments but the last, which obstacles get too."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import lcm
 from typing import Any
 
 import torch
+from mt_kernels import AUTO, Selector
 from torch import Tensor
 
 from mt_model.attend.cache import Pages
-from mt_model.attend.context import ForwardContext, Recurrence
+from mt_model.attend.context import AttendingLayer, ForwardContext, Recurrence
+from mt_model.attend.invariant import KEYS
 from mt_model.attend.kept import KeptAttend, View
 from mt_model.attend.seen import seen
 from mt_model.attend.slots import Group, Slots
@@ -46,6 +49,10 @@ class PagedAttend(KeptAttend):
     def by_count(self) -> list[Group]:
         """The requests in groups of equally many new tokens, whatever their lengths."""
         return self.slots.groups(self.room)
+
+    def selector(self, layer: AttendingLayer) -> Selector[Any]:
+        """Return the choice of a kernel: `invariant` where the model has it."""
+        return layer.attending.get("invariant", layer.attending[AUTO])
 
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
         """Store the new tokens; see `KeptAttend`."""
@@ -91,11 +98,12 @@ class PagedAttend(KeptAttend):
             queries = group.of(slots.lengths)[:, None] - count + torch.arange(count, device=device)
             queries = queries.clamp(min=0)  # a request that only fills up a row
             blocks = torch.arange(group.blocks, device=device)
-            reach = group.blocks if near is None else (near + count - 3) // size + 2
+            step = lcm(size, KEYS) // size  # in blocks; the kernel's blocks begin there
+            reach = group.blocks if near is None else (near + count - 3) // size + 1 + step
             if near is not None and reach < group.blocks:
-                first = (queries[:, :1] - near + 1).clamp(min=0).div(size, rounding_mode="floor")
-                blocks = first.clamp(max=group.blocks - reach) + blocks[:reach]
-                tables = tables.gather(1, blocks)
+                first = (queries[:, :1] - near + 1).clamp(min=0)
+                blocks = first.div(step * size, rounding_mode="floor") * step + blocks[:reach]
+                tables = tables.gather(1, blocks.clamp(max=group.blocks - 1))
             else:
                 blocks, tables = blocks.expand(len(tables), -1), tables[:, : group.blocks]
             keys = (blocks[..., None] * size + torch.arange(size, device=device)).flatten(1)

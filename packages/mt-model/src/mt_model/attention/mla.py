@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +23,7 @@ from mt_model.block.norm import build_rms_norm
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.shared_input import behind_norm
 from mt_model.block.stream import StreamConfig
+from mt_model.kernels.gemm import by_rows
 
 if TYPE_CHECKING:
     from mt_quant import KVFormat, SharedInput
@@ -44,7 +45,8 @@ class LatentAttention(nn.Module):
 
     In generation the cache keeps the normed latent and the turned part. The projections to keys
     and values are applied to queries and outputs instead, so that one key head, the latent itself,
-    serves all query heads: the same numbers, without keys and values of every token.
+    serves all query heads: the same numbers, without keys and values of every token. With invariant
+    kernels every pass has this form.
 
     Args:
         config: Configuration of the attention.
@@ -131,20 +133,24 @@ class LatentAttention(nn.Module):
         """Attend over the sequence."""
         low = x
         if self.query_down is not None and self.query_norm is not None:
-            low = self.query_norm(self.query_down(x))
+            low = self.query_norm(self._product(self.query_down, x))
         query, turning = self.query(low).split(self.widths, dim=-1)
-        latent, turned = self.latent(x).split((self.rank, self.widths[1]), dim=-1)
+        both = self._product(self.latent, x)
+        latent, turned = both.split((self.rank, self.widths[1]), dim=-1)
         latent, turned = self.latent_norm(latent), self._whole(turned)[:, :, None]
         if self.rotary is not None:
             table = shared.tables[self.rotary]
             pair = turning, turned
             turning, turned = self.rope.find(*pair, *table).function(*pair, *table)
-        if shared.is_cached:
-            mixed = self._absorbed(query, turning, latent[:, :, None], turned, shared)
+        latent = latent[:, :, None]
+        if not shared.is_cached:
+            latent, turned = (rounded(part, self.kv_format) for part in (latent, turned))
+        if shared.is_cached or self.kernels.is_invariant:
+            mixed = self._absorbed(query, turning, latent, turned, shared)
         else:
-            latent = rounded(latent[:, :, None], self.kv_format)[:, :, 0]
-            turned = rounded(turned, self.kv_format)
-            key, value = self.key_value(latent).split((self.widths[0], self.v_head_dim), dim=-1)
+            key, value = self.key_value(latent[:, :, 0]).split(
+                (self.widths[0], self.v_head_dim), dim=-1
+            )
             key = torch.cat((key, turned.expand(-1, -1, key.shape[2], -1)), dim=-1)
             query = torch.cat((query, turning), dim=-1)
             mixed = shared.attend(self, query, key, value, shared)
@@ -161,9 +167,14 @@ class LatentAttention(nn.Module):
     ) -> Tensor:
         """Attend to latents: q (W_k c) = (q W_k) c, and W_v (p c)."""
         to_key, to_value = self._by_head().split((self.widths[0], self.v_head_dim), dim=1)
-        query = torch.cat((torch.einsum("bsnd,ndr->bsnr", query, to_key), turning), dim=-1)
+        query = self._product(lambda x: torch.einsum("bsnd,ndr->bsnr", x, to_key), query)
+        query = torch.cat((query, turning), dim=-1)
         mixed = shared.attend.latents(self, query, latent, turned, shared)
-        return torch.einsum("bsnr,nvr->bsnv", mixed, to_value)
+        return self._product(lambda x: torch.einsum("bsnr,nvr->bsnv", x, to_value), mixed)
+
+    def _product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a product to tokens, whose number changes no bits where that is asked for."""
+        return by_rows(product, x) if self.kernels.is_invariant else product(x)
 
     def _by_head(self) -> Tensor:
         """Return the weight of `key_value` with adapters, from its output for unit latents."""

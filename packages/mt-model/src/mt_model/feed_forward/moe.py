@@ -16,6 +16,7 @@ from mt_moe import (
     RouterOptions,
     in_backward,
 )
+from mt_tensor_parallel import choose_gemms
 from torch import Tensor
 
 from mt_model.attend.context import ForwardContext
@@ -114,6 +115,8 @@ class MoE(MoELayer):
             device="meta",
         )
         self.config, self.shard = config, shard
+        if shard.kernels.is_invariant:
+            choose_gemms(self, lambda _: shard.gemm)
         self.load: Tensor
         load = torch.zeros(config.num_experts + 1, dtype=torch.int64)
         self.register_buffer("load", load, persistent=False)

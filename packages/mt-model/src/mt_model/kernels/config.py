@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mt_kernels import Registry
 
 # The names of candidates whose registry is in a room above this one.
-_WORDS = {"attention": ("matmul", "sdpa", "flash", "te", "flex", "tiles", "reference")}
+_WORDS = {"attention": ("matmul", "sdpa", "flash", "te", "flex", "tiles", "reference", "invariant")}
 _OF_WORD = {  # where an operation has no candidate of that name
     "fused": {"attention": "auto", "gemm": "auto"},
     "reference": {"gemm": "torch"},
@@ -53,7 +53,8 @@ class Kernels:
 
     Attributes:
         attention: `matmul` (short sequences on a CPU), `sdpa` (torch's), `flash` (flash-attn), `te`
-            (Transformer Engine), `flex` (torch's), `tiles` or the plain `reference`.
+            (Transformer Engine), `flex` (torch's), `tiles`, the plain `reference`, or `invariant`:
+            the bits of a token depend on the tokens before it alone, in linear layers too.
         norm: RMSNorm and LayerNorm: `fused`, `torch` (`F.rms_norm`, `F.layer_norm`), `reference`
             or, of RMSNorm alone, `cpu` (few passes of torch's vector code).
         activation: Gated activations, squared ReLU and GELU behind a bias: `fused`, `torch` (its
@@ -64,8 +65,8 @@ class Kernels:
         rope: The rotary embedding: `fused`, `torch` or `reference`.
         loss: Softmax and cross entropy of a block of logits: `fused`, `torch` or `reference`.
         gemm: The products of linear layers, of the head, and of `matmul` attention with them:
-            `torch`, `cpu` (its, with the bf16 weight gradient in blocks) or `onednn` (fp32 on a
-            CPU). `auto` takes `onednn` on one rank where a measurement of some tens of milliseconds
+            `torch`, `cpu` (its, with the bf16 weight gradient in blocks), `onednn` (fp32 on a CPU)
+            or `invariant` (the same bits for any number of rows on a CPU). `auto` takes `onednn` on one rank where a measurement of some tens of milliseconds
             finds errors as of fp32 and 1.25 times torch's speed.
 
     Example:
@@ -100,6 +101,16 @@ class Kernels:
                 hint = f". {near}" if near.startswith("Did") else ""
                 checks.add(field, f"{name!r} is not one of {known}{hint}")
         checks.done()
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether the bits of a token depend on the tokens before it alone."""
+        return self.attention == "invariant"
+
+    @property
+    def products(self) -> str:
+        """The word for `gemm`, which invariant attention chooses where it is left open."""
+        return "invariant" if self.is_invariant and self.gemm == "auto" else self.gemm
 
     @classmethod
     def of(cls, value: KernelSet | Kernels) -> Kernels:

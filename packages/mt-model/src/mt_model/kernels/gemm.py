@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from mt_kernels import Candidate, Choice, Registry, cpu_obstacle
 from mt_tensor_parallel import Gemm, TorchGemm
 from torch import Tensor
@@ -44,12 +45,42 @@ class CpuGemm(TorchGemm):
         return f"CpuGemm(block_size={self.block_size})"
 
 
+class InvariantGemm(CpuGemm):
+    """Products whose bits for a row do not depend on the number of rows.
+
+    torch's product of few rows on a CPU sums in another order: of 1 to 11 rows in fp32, of one row
+    in bf16. Rows are padded with zeros to a multiple of 8, in half precision of 2.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return `x @ weight.T + bias`; see `Gemm` for shapes."""
+        rows = x.flatten(0, -2)
+        missing = -rows.shape[0] % (2 if x.dtype.itemsize == 2 else 8)
+        y = super().forward(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
+        return y[: rows.shape[0]].unflatten(0, x.shape[:-1])
+
+    def __repr__(self) -> str:
+        return "InvariantGemm()"
+
+
+def by_rows(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a product to tokens padded to a multiple of 8, as `InvariantGemm` does.
+
+    Shape:
+        x: [B, S, ...] -> [B, S, ...].
+    """
+    missing = -x.shape[1] % 8
+    padded = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing)) if missing else x
+    return product(padded)[:, : x.shape[1]]
+
+
 GEMM: Registry[Callable[[], Gemm]] = Registry(
     "gemm",
     (
         Candidate("onednn", OneDnnGemm, onednn_obstacle, onednn_drawback),
         Candidate("cpu", CpuGemm, cpu_obstacle),
         Candidate("torch", TorchGemm),
+        Candidate("invariant", InvariantGemm, cpu_obstacle),
     ),
 )
 """The products of linear layers. Obstacles get a tensor such as the model's, and its number of

@@ -68,14 +68,15 @@ def silu_convolution(
     *,
     before: Tensor | None = None,
     segments: Tensor | None = None,
+    kernel: str = AUTO,
 ) -> Tensor:
     """`silu_convolution_reference`; in eager mode with a backward of few passes.
 
     Shape:
         As `causal_convolution`.
     """
-    kernel = SILU_CONVOLUTION.find(AUTO, before, segments)
-    return kernel.function(x, weight, bias, before=before, segments=segments)
+    found = SILU_CONVOLUTION.find(kernel, before, segments)
+    return found.function(x, weight, bias, before=before, segments=segments)
 
 
 class _SiluConvolution(torch.autograd.Function):
@@ -165,6 +166,7 @@ class CausalConvolution(nn.Module):
         taps: tokens that the output depends on.
         bias: add one.
         dtype: of the parameters.
+        kernel: Candidate of `SILU_CONVOLUTION`, by name.
 
     Shape:
         weight: [*channels, taps]; bias: [*channels]; forward(x): [B, S, product of channels] ->
@@ -172,12 +174,18 @@ class CausalConvolution(nn.Module):
     """
 
     def __init__(
-        self, channels: tuple[int, ...], taps: int, *, bias: bool, dtype: torch.dtype
+        self,
+        channels: tuple[int, ...],
+        taps: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        kernel: str = AUTO,
     ) -> None:
         super().__init__()
         like = {"dtype": dtype, "device": torch.device("meta")}
         initial = Uniform(low=-(taps**-0.5), high=taps**-0.5)  # as torch's Conv1d
-        self.taps = taps
+        self.taps, self.kernel = taps, kernel
         self.weight = nn.Parameter(torch.empty(*channels, taps, **like))
         self.bias = nn.Parameter(torch.empty(*channels, **like)) if bias else None
         for param in self.parameters():
@@ -195,7 +203,8 @@ class CausalConvolution(nn.Module):
         """
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
-        y = silu_convolution(x, weight, bias, before=tail, segments=segments)
+        given = {"before": tail, "segments": segments, "kernel": self.kernel}
+        y = silu_convolution(x, weight, bias, **given)
         if tail is None:
             return y, None
         last = with_tail(x.detach(), tail, self.taps)[:, x.shape[1] :]

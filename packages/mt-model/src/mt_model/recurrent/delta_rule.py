@@ -85,7 +85,7 @@ def delta_rule(
     key, value = steps.key, steps.value
     length, keys = key.shape[1:3]
     wide = torch.promote_types(key.dtype, torch.float32)
-    memory = _zeros(key, value) if state is None else state.to(wide)
+    memory = empty_memory(key, value) if state is None else state.to(wide)
     memory = memory.unflatten(1, (keys, -1))
     size = min(chunk_size, length)
     # b batch, c chunk, k key head, r value head of it, l and s places in the chunk.
@@ -113,7 +113,7 @@ def delta_rule(
     return y, memory.flatten(1, 2)
 
 
-def _zeros(key: Tensor, value: Tensor) -> Tensor:
-    """An empty state, for sequences of keys and values."""
+def empty_memory(key: Tensor, value: Tensor) -> Tensor:
+    """Return an empty state, for sequences of keys and values."""
     wide = torch.promote_types(key.dtype, torch.float32)
     return key.new_zeros(key.shape[0], value.shape[2], key.shape[-1], value.shape[-1], dtype=wide)

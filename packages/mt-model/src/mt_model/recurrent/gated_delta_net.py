@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from mt_kernels import AUTO
 from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -15,10 +16,12 @@ from mt_model.block.initial import Uniform, start_from
 from mt_model.block.recomputation import discard_between
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.stream import StreamConfig
+from mt_model.kernels.gemm import by_rows
 from mt_model.recurrent.causal_convolution import CausalConvolution
 from mt_model.recurrent.decay import segments_of
-from mt_model.recurrent.delta_rule import DeltaSteps, delta_rule, delta_rule_step
+from mt_model.recurrent.delta_rule import DeltaSteps, delta_rule, delta_rule_step, empty_memory
 from mt_model.recurrent.gated_norm import GatedRMSNorm
+from mt_model.recurrent.steps import by_steps
 
 if TYPE_CHECKING:
     from mt_model.recurrent.gated_delta_net_config import GatedDeltaNetConfig
@@ -70,7 +73,9 @@ class GatedDeltaNet(nn.Module):
         mark_matrix(self.qkvz.weight, MatrixSpec(part_dim=1, parts=parts))
         mark_matrix(self.ba.weight, MatrixSpec(part_dim=1, parts=(values, values)))
         channels = (keys // shard.tp, sum(parts[:3]))
-        self.conv = CausalConvolution(channels, config.conv_size, bias=False, dtype=dtype)
+        kernel = "reference" if shard.kernels.is_invariant else AUTO
+        how = {"bias": False, "dtype": dtype, "kernel": kernel}
+        self.conv = CausalConvolution(channels, config.conv_size, **how)
         shard.mark_split(self.conv, dim=0)
         wide = torch.promote_types(dtype, torch.float32)
         self.A_log, self.dt_bias = (
@@ -124,12 +129,11 @@ class GatedDeltaNet(nn.Module):
         query, key = l2_norm(query) * config.key_dim**-0.5, l2_norm(key)
         value = value.unflatten(-1, (-1, config.value_dim)).flatten(2, 3)
         b, a = (part.flatten(2) for part in ba.chunk(2, -1))
-        log_decay = -self.A_log.exp() * F.softplus(a + self.dt_bias)
-        steps = DeltaSteps(query, key, value, log_decay, b.sigmoid())
-        if held is not None and qkv.shape[1] == 1:
-            token = DeltaSteps(*(part[:, 0] for part in steps))
-            y, state = delta_rule_step(token, held["state"])
-            y = y[:, None]
+        log_decay = -self.A_log.exp() * by_rows(lambda x: F.softplus(x + self.dt_bias), a)
+        steps = DeltaSteps(query, key, value, log_decay, by_rows(torch.sigmoid, b))
+        if self.shard.kernels.is_invariant or (held is not None and qkv.shape[1] == 1):
+            state = empty_memory(key, value) if held is None else held["state"]
+            y, state = by_steps(delta_rule_step, steps, state, segments)
         else:
             state, size = before.get("state"), config.chunk_size
             y, state = delta_rule(steps, chunk_size=size, state=state, segments=segments)

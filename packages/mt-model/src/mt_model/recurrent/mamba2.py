@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from mt_kernels import AUTO
 from mt_parallel_state import MatrixSpec, all_gather, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -16,10 +17,12 @@ from mt_model.block.initial import Uniform, start_from
 from mt_model.block.recomputation import discard_between
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.stream import StreamConfig
+from mt_model.kernels.gemm import by_rows
 from mt_model.recurrent.causal_convolution import CausalConvolution
 from mt_model.recurrent.decay import segments_of
 from mt_model.recurrent.gated_norm import GatedRMSNorm, SharedGroups
-from mt_model.recurrent.ssd import SsdSteps, ssd, ssd_step
+from mt_model.recurrent.ssd import SsdSteps, empty_state, ssd, ssd_step
+from mt_model.recurrent.steps import by_steps
 
 if TYPE_CHECKING:
     from mt_model.recurrent.mamba2_config import Mamba2Config
@@ -102,10 +105,11 @@ class Mamba2(nn.Module):
         config, shard = self.config, self.shard
         bias, taps = config.conv_bias, config.conv_size
         channels = (self.heads, config.head_dim)
-        self.conv_x = CausalConvolution(channels, taps, bias=bias, dtype=dtype)
+        kernel = "reference" if shard.kernels.is_invariant else AUTO
+        self.conv_x = CausalConvolution(channels, taps, bias=bias, dtype=dtype, kernel=kernel)
         shard.mark_split(self.conv_x, dim=0)
         self.conv_bc = CausalConvolution(
-            tuple(self.bc.weight.shape[:-1]), taps, bias=bias, dtype=dtype
+            tuple(self.bc.weight.shape[:-1]), taps, bias=bias, dtype=dtype, kernel=kernel
         )
         shard.mark_split(self.conv_bc, dim=2 if self.shares_groups else 1)
 
@@ -148,19 +152,15 @@ class Mamba2(nn.Module):
             own = self.shard.tp_index * config.num_groups // self.shard.tp
             bc = all_gather(bc, self.shard.group, dim=4)[:, :, :, own : own + 1]
         b, c = bc.unbind(2)
-        dt = F.softplus(dt + self.dt_bias).clamp(config.min_dt, config.max_dt)
+        dt = by_rows(lambda x: F.softplus(x + self.dt_bias), dt).clamp(config.min_dt, config.max_dt)
         rate, skip = -self.A_log.exp(), self.D[:, None] * u
-        if held is not None and x.shape[1] == 1:
-            token = SsdSteps(u[:, 0], dt[:, 0], rate, b[:, 0], c[:, 0])
-            y, state = ssd_step(token, held["state"])
-            y = y[:, None]
+        steps = SsdSteps(u, dt, rate, b, c)
+        if self.shard.kernels.is_invariant or (held is not None and x.shape[1] == 1):
+            state = empty_state(u, b) if held is None else held["state"]
+            y, state = by_steps(ssd_step, steps, state, segments)
         else:
-            y, state = ssd(
-                SsdSteps(u, dt, rate, b, c),
-                chunk_size=config.chunk_size,
-                state=before.get("state"),
-                segments=segments,
-            )
+            state, size = before.get("state"), config.chunk_size
+            y, state = ssd(steps, chunk_size=size, state=state, segments=segments)
         kept = {} if held is None else {"x": last_x, "bc": last_bc, "state": state}
         return y + skip, kept
 

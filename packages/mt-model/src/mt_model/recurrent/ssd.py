@@ -82,7 +82,7 @@ def ssd(
     """
     x, _, _, b, _ = steps
     wide = torch.promote_types(x.dtype, torch.float32)
-    state = _zeros(x, b) if state is None else state
+    state = empty_state(x, b) if state is None else state
     parts = tuple(part.to(wide) for part in (*steps, state))
     return SSD.find(AUTO).function(parts, segments, min(chunk_size, x.shape[1]))
 
@@ -226,7 +226,7 @@ SSD: Registry[Callable[..., tuple[Tensor, Tensor]]] = Registry(
 )
 
 
-def _zeros(x: Tensor, b: Tensor) -> Tensor:
-    """An empty state, for sequences x with directions b."""
+def empty_state(x: Tensor, b: Tensor) -> Tensor:
+    """Return an empty state, for sequences x with directions b."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.new_zeros(x.shape[0], *x.shape[2:], b.shape[-1], dtype=wide)

@@ -144,7 +144,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         where = state.device if device is None else torch.device(device)
         runs_on = state.device if where.type == "meta" else where
         like = torch.empty(0, dtype=dtype, device=runs_on)
-        made, self._products = make_gemm(gemm, choice.gemm, like, state.layout.world_size)
+        made, self._products = make_gemm(gemm, choice.products, like, state.layout.world_size)
         self.shard = ShardContext(
             group=state.group("tp"),
             tp=tp,

@@ -1,0 +1,93 @@
+"""Softmax attention whose bits for a query depend on nothing but the query and its keys."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mt_model.attend.scores import Scores
+
+KEYS = 32
+"""Number of keys of a block; blocks begin at multiples of it in a text."""
+ROWS = 8
+"""Queries are padded to a multiple of this number, from which on products keep their bits."""
+
+
+def invariant_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+    """Attend to blocks of keys of fixed size in fixed order, with sums in fp32 (fp64 for fp64).
+
+    On a CPU a query has the same bits alone, in a chunk and in its whole sequence, whatever the
+    other rows are, as long as the first key is at a multiple of `KEYS` in its text. Keys that a
+    query does not see change nothing.
+
+    Args:
+        query: Queries, normed and rotated.
+        key: Keys, likewise; each serves `N // G` consecutive query heads.
+        value: Values of the keys.
+        scores: Scale, mask, bias, cap and sinks; without dropout.
+
+    Shape:
+        query: [B, S, N, D]; key: [B, T, G, D]; value: [B, T, G, V]. Returns [B, S, N, V].
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    (rows, length, heads), groups = query.shape[:3], key.shape[2]
+    shape = rows, groups, heads // groups * length
+    q = _filled(query.transpose(1, 2).reshape(*shape, -1).to(wide), ROWS) * scores.scale
+    k, v = (_filled(x.transpose(1, 2).to(wide), KEYS) for x in (key, value))
+    hidden = _pairs(~_mask(scores, query, key), query, k, fill=True)
+    bias = None if (pairs := scores.pairs()) is None else _pairs(pairs.to(wide), query, k, fill=0)
+    most = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    total, mixed = torch.zeros_like(most), q.new_zeros(*q.shape[:-1], v.shape[-1])
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(wide).view(1, groups, -1, 1).expand(rows, -1, -1, length)
+        sinks = _filled(sinks.reshape(*shape, 1), ROWS)
+        most = sinks.detach()  # a shift of all scores, whose gradient is none
+        total = (sinks - most).exp()
+    for start in range(0, k.shape[2], KEYS):
+        own = slice(start, start + KEYS)
+        found = q @ k[:, :, own].mT
+        if scores.softcap is not None:
+            found = scores.softcap * torch.tanh(found / scores.softcap)
+        if bias is not None:
+            found = found + bias[..., own]
+        found = found.masked_fill(hidden[..., own], -torch.inf)
+        before, most = most, torch.maximum(most, found.detach().amax(-1, keepdim=True))
+        finite = most.masked_fill(most == -torch.inf, 0)
+        weights, kept = (found - finite).exp(), (before - finite).exp()
+        total = total * kept + weights.sum(-1, keepdim=True)
+        mixed = mixed * kept + weights @ v[:, :, own]
+    out = (mixed / total)[:, :, : shape[2]].to(query.dtype)
+    return out.reshape(rows, heads, length, -1).transpose(1, 2)
+
+
+def invariant_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
+    """Say why the attention can't be computed so; None if it can."""
+    del query, key, value
+    return "dropout" if scores.drops else None
+
+
+def _mask(scores: Scores, query: Tensor, key: Tensor) -> Tensor:
+    mask = scores.mask(query)
+    return query.new_ones(1, key.shape[1], dtype=torch.bool) if mask is None else mask
+
+
+def _filled(x: Tensor, multiple: int) -> Tensor:
+    """Fill the dim before the last with zeros up to a multiple."""
+    missing = -x.shape[-2] % multiple
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def _pairs(x: Tensor, query: Tensor, k: Tensor, *, fill: float) -> Tensor:
+    """Bring a mask or bias of pairs, which broadcasts to [B, N, S, T], to the rows of the product.
+
+    Keys that fill up have the value of `fill`, and rows that fill up have zeros.
+
+    Shape:
+        query: [B, S, N, D]; k: [B, G, T', D]. Returns [B, G, rows, T'].
+    """
+    rows, length, heads = query.shape[:3]
+    x = x.expand(rows, heads, length, x.shape[-1])
+    x = F.pad(x, (0, k.shape[2] - x.shape[-1]), value=fill)
+    x = x.reshape(rows, k.shape[1], -1, k.shape[2])
+    return _filled(x, ROWS)
