@@ -82,42 +82,39 @@ class Pages(KeptTensors):
                 if (name in self.states.get(index, ())) == states and not is_static:
                     yield x
 
-    def write(self, layer: int, name: str, x: Tensor, places: Tensor) -> None:
+    def write(self, layer: int, name: str, x: Tensor, block: Tensor, offset: Tensor) -> None:
         """Store a layer's tensor for new tokens; low precision rounds it here, once.
 
         Args:
             layer: Layer index in the whole model.
             name: Name of the tensor.
             x: Values by head.
-            places: Places of the tokens: block * block_size + offset.
+            block: Block of each token.
+            offset: Place of each token in its block.
 
         Shape:
-            x: [1, T, heads, D]. places: [T].
+            x: [1, T, heads, D]. block, offset: [T].
         """
-        block = places.div(self.block_size, rounding_mode="floor")
-        offset = places - block * self.block_size
         for part, value in self._codes(layer, name, x[0]).items():
             into, value = _bits(self.layers[layer][part]), _bits(value)
             into[block, :, offset] = value.to(into.dtype)
 
-    def read(self, layer: int, name: str, dtype: torch.dtype, blocks: Tensor) -> Tensor:
+    def read(self, layer: int, name: str, dtype: torch.dtype, rows: Tensor) -> Tensor:
         """Return the values of some blocks, decoded from codes in low precision.
 
         Args:
             layer: Layer index in the whole model.
             name: Name of the tensor.
             dtype: Dtype of the values.
-            blocks: Blocks of each request.
+            rows: Rows by head of each request's blocks: block * heads + head.
 
         Shape:
-            blocks: [R, P]. Returns [R, P * block_size, heads, D].
+            rows: [R, heads, P]. Returns [R, P * block_size, heads, D].
         """
 
         def pick(x: Tensor) -> Tensor:
-            heads = torch.arange(x.shape[1], device=x.device)
-            index = blocks[:, None] * x.shape[1] + heads[:, None]  # [R, heads, P]
-            rows = _bits(x).flatten(0, 1).index_select(0, index.flatten())
-            return rows.view(x.dtype).view(*index.shape[:2], -1, x.shape[3])
+            found = _bits(x).flatten(0, 1).index_select(0, rows.flatten())
+            return found.view(x.dtype).view(*rows.shape[:2], -1, x.shape[3])
 
         return self._values(layer, name, dtype, pick).transpose(1, 2)
 

@@ -34,6 +34,7 @@ class PagedAttend(KeptAttend):
     cache: Pages
     slots: Slots
     _views: dict[Any, list[View]] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -57,12 +58,23 @@ class PagedAttend(KeptAttend):
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
         """Store the new tokens; see `KeptAttend`."""
         for name, x in new.items():
-            self.cache.write(layer, name, x, self.slots.places)
+            self.cache.write(layer, name, x, *self._places)
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Block of each new token, and its place there."""
+        block = self.slots.places.div(self.cache.block_size, rounding_mode="floor")
+        return block, self.slots.places - block * self.cache.block_size
 
     def read(self, layer: int, name: str, dtype: torch.dtype, kept: Tensor | None) -> Tensor:
         """Return the values of blocks; see `KeptAttend`."""
         assert kept is not None, "a view of pages names its blocks"  # noqa: S101
-        return self.cache.read(layer, name, dtype, kept)
+        heads = self.cache.layers[layer][name].shape[1]
+        rows = self._rows.get((id(kept), heads))  # views live as long as this does
+        if rows is None:
+            head = torch.arange(heads, device=kept.device)[:, None]
+            rows = self._rows[id(kept), heads] = kept[:, None] * heads + head
+        return self.cache.read(layer, name, dtype, rows)
 
     def recur(
         self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext
@@ -73,7 +85,8 @@ class PagedAttend(KeptAttend):
         for group in self.by_count:
             rows, lengths = group.of(self.slots.states), group.of(self.slots.lengths)
             first = lengths <= group.count  # no token before: the row may be another request's
-            before = {name: _zeroed(x.index_select(0, rows), first) for name, x in held.items()}
+            names = self.cache.states[layer]
+            before = {name: _zeroed(held[name].index_select(0, rows), first) for name in names}
             out, kept = run(*map(group.take, inputs), before, None)
             for name, x in kept.items():
                 held[name].index_copy_(0, rows, x.detach().to(held[name].dtype))
