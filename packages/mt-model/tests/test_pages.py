@@ -8,7 +8,9 @@ from mt_model import (
     GPT,
     AttentionConfig,
     DynamicScaling,
+    EncoderDecoder,
     GatedDeltaNetConfig,
+    ImageInputConfig,
     LayerConfig,
     LongropeScaling,
     Mamba2Config,
@@ -16,8 +18,11 @@ from mt_model import (
     MLPConfig,
     RopeConfig,
     Slots,
+    encoder_decoder_layers,
     gpt,
+    vit,
 )
+from mt_parallel_state import ParallelLayout, ParallelState
 
 BLOCK, STATES = 4, 6
 SIZES = {"vocab_size": 48, "hidden_size": 32, "max_sequence_length": 32, "init_std": 0.3}
@@ -63,6 +68,7 @@ class Requests:
         self.texts, self.held = texts, [0] * len(texts)
         self.blocks = [[] for _ in texts]
         self.free = [(7 * i) % 37 for i in range(37)]
+        self.memories = []
 
     def slots(self, counts):
         """Take the next tokens of some texts: their row and its slots."""
@@ -79,6 +85,7 @@ class Requests:
             starts.append(len(row))
         most = max(len(self.blocks[text]) for text in counts)
         tables = [self.blocks[text] + [0] * (most - len(self.blocks[text])) for text in counts]
+        memories = [self.memories[text] for text in counts] if self.memories else []
         return torch.tensor([row]), Slots(
             starts=torch.tensor(starts),
             positions=torch.tensor(positions),
@@ -87,6 +94,8 @@ class Requests:
             lengths=torch.tensor([self.held[text] for text in counts]),
             states=torch.tensor([STATES - 1 - text for text in counts]),
             scored=torch.arange(len(row)),
+            memory_tables=torch.tensor([blocks for blocks, _ in memories]) if memories else None,
+            memory_lengths=torch.tensor([count for _, count in memories]) if memories else None,
         )
 
     def scores(self, model, pages, passes=PASSES):
@@ -176,3 +185,58 @@ def test_a_copy_of_its_rows_goes_on_as_the_request_does():
         x[STATES - 2] = x[STATES - 1]
     first, second = requests.scores(model, pages, ({0: 3, 1: 3},))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kind", ["full", "int8"])
+def test_each_request_attends_to_its_own_memory(kind):
+    mlp, layer = MLPConfig(ffn_size=48), AttentionConfig(**GROUPS)
+    layers = encoder_decoder_layers(layer, mlp, encoder=1, decoder=2)
+    fields = {**SIZES, "layers": layers, "encoder_layers": 1, "decoder_start": 0}
+    model = EncoderDecoder(gpt(**fields), dtype=torch.float64, seed=3).eval()
+    requests, pages = Requests(texts()), pages_of(model, kind)
+    given = [texts()[text, : 5 + 3 * text] + 1 for text in range(4)]
+    for text in given:
+        blocks = [requests.free.pop() for _ in range(4)]
+        places = [blocks[i // BLOCK] * BLOCK + i % BLOCK for i in range(len(text))]
+        model.encode(text[None], pages, torch.tensor(places))
+        requests.memories.append((blocks, len(text)))
+    found = requests.scores(model, pages, ({0: 1, 1: 1}, {1: 3, 0: 1, 2: 2}, {3: 1, 1: 1}))
+    for text, own, asked in zip(requests.texts, found, given, strict=True):
+        cache = model.new_cache(batch_size=1, max_length=8, kv_cache_dtype=kind)
+        alone = model.logits(text[None, : len(own)], encoder_tokens=asked[None], cache=cache)[0]
+        torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-12)
+
+
+def on_rank(tp):
+    """Return the scores that a rank of a tensor-parallel group has of a model of several kinds."""
+    state = ParallelState(ParallelLayout(tp=tp))
+    model = GPT(gpt(**SIZES, **MODELS["hybrid"]), state, dtype=torch.float64, seed=3).eval()
+    return Requests(texts()).scores(model, pages_of(model))
+
+
+def test_ranks_that_share_the_heads_have_the_scores_of_one_process(ranks):
+    expected = on_rank(1)
+    for found in ranks(2, on_rank, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_has_the_images_of_its_requests():
+    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "ffn_size": 16}
+    tower = vit(**sizes, image_size=8, patch_size=4, pooling=None)
+    images = ImageInputConfig(tower=tower, token_id=47)
+    model = GPT(gpt(**SIZES, **MODELS["gqa"], images=images), dtype=torch.float64, seed=3).eval()
+    given = texts()
+    given[0, 2 : 2 + images.num_tokens] = given[2, 1 : 1 + images.num_tokens] = 47
+    pixels = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    requests, counts = Requests(given), {2: 9, 1: 3, 0: 8}
+    tokens, slots = requests.slots(counts)
+    batch = {"tokens": tokens, "cache": pages_of(model), "slots": slots, "pixel_values": pixels}
+    with torch.no_grad():
+        row = model(None, batch)[0].split(list(counts.values()))
+    for (text, count), own in zip(counts.items(), row, strict=True):
+        seen = {2: pixels[:1], 0: pixels[1:]}.get(text)
+        alone = model.logits(given[None, text, :count], pixel_values=seen)[0]
+        torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-12)
+    batch["tokens"][0, 1] = 0  # a part of the first image is missing
+    with pytest.raises(ValueError, match="image"):
+        model(None, batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from mt_context_parallel import Algorithm, AttentionDropout
 from mt_kernels import Selector
@@ -20,6 +20,27 @@ from mt_model.rope.temperature import TemperatureConfig
 Held: TypeAlias = Mapping[str, Any]
 """Tensors that a recurrent layer keeps of each text, by the names of `cache_shapes`."""
 Recurrence: TypeAlias = Callable[..., tuple[Tensor, Held]]
+
+
+class Recalled(NamedTuple):
+    """Queries, and the keys and values of the memories that they attend to.
+
+    Attributes:
+        query: Queries of some requests.
+        key: Keys of their memories.
+        value: Values of their memories.
+        seen: True where a memory has a token.
+        put: Function that puts outputs for the queries in the row of the pass, which may be None.
+
+    Shape:
+        query: [R, S, N, D]; key, value: [R, M, G, D]; seen: [R, M].
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seen: Tensor
+    put: Callable[[Tensor, Tensor | None], Tensor]
 
 
 class AttendingLayer(Protocol):
@@ -110,6 +131,14 @@ class Attend(Protocol):
         self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext
     ) -> Tensor:
         """Run a recurrent layer; see `ForwardContext.recur`."""
+        ...
+
+    def recall(self, layer: int, query: Tensor) -> Sequence[Recalled]:
+        """Return the memories in pages with the queries that attend to them; none without pages.
+
+        Shape:
+            query: [B, S, N, D].
+        """
         ...
 
 

@@ -12,6 +12,8 @@ KEYS = 32
 """Number of keys of a block; blocks begin at multiples of it in a text."""
 ROWS = 8
 """Queries are padded to a multiple of this number, from which on products keep their bits."""
+ROWS_AT_ONCE = 256
+"""Number of queries, by head, whose products with all keys are made at a time."""
 
 
 def invariant_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -37,28 +39,41 @@ def invariant_attention(query: Tensor, key: Tensor, value: Tensor, scores: Score
     k, v = (_filled(x.transpose(1, 2).to(wide), KEYS) for x in (key, value))
     hidden = _pairs(~_mask(scores, query, key), query, k, fill=True)
     bias = None if (pairs := scores.pairs()) is None else _pairs(pairs.to(wide), query, k, fill=0)
-    most = q.new_full((*q.shape[:-1], 1), -torch.inf)
-    total, mixed = torch.zeros_like(most), q.new_zeros(*q.shape[:-1], v.shape[-1])
+    sinks = None
     if scores.sinks is not None:
         sinks = scores.sinks.to(wide).view(1, groups, -1, 1).expand(rows, -1, -1, length)
-        sinks = _filled(sinks.reshape(*shape, 1), ROWS)
-        most = sinks.detach()  # a shift of all scores, whose gradient is none
-        total = (sinks - most).exp()
-    for start in range(0, k.shape[2], KEYS):
-        own = slice(start, start + KEYS)
-        found = q @ k[:, :, own].mT
+        sinks = _filled(sinks.reshape(*shape, 1), ROWS)[:, :, None]
+    k, v = (x.unflatten(2, (-1, KEYS)) for x in (k, v))
+    found = []
+    for start in range(0, q.shape[2], ROWS_AT_ONCE):
+        own = slice(start, start + ROWS_AT_ONCE)
+        made = q[:, :, None, own] @ k.mT  # [B, G, blocks, rows, KEYS]
         if scores.softcap is not None:
-            found = scores.softcap * torch.tanh(found / scores.softcap)
+            made = scores.softcap * torch.tanh(made / scores.softcap)
         if bias is not None:
-            found = found + bias[..., own]
-        found = found.masked_fill(hidden[..., own], -torch.inf)
-        before, most = most, torch.maximum(most, found.detach().amax(-1, keepdim=True))
-        finite = most.masked_fill(most == -torch.inf, 0)
-        weights, kept = (found - finite).exp(), (before - finite).exp()
-        total = total * kept + weights.sum(-1, keepdim=True)
-        mixed = mixed * kept + weights @ v[:, :, own]
-    out = (mixed / total)[:, :, : shape[2]].to(query.dtype)
+            made = made + bias[:, :, :, own]
+        found.append(_mixed(made.masked_fill(hidden[:, :, :, own], -torch.inf), v, sinks, own))
+    out = torch.cat(found, 2)[:, :, : shape[2]].to(query.dtype)
     return out.reshape(rows, heads, length, -1).transpose(1, 2)
+
+
+def _mixed(scores: Tensor, v: Tensor, sinks: Tensor | None, own: slice) -> Tensor:
+    """Mix values by the softmax of scores, in sums from block to block.
+
+    Shape:
+        scores: [B, G, blocks, rows, KEYS]; v: [B, G, blocks, KEYS, V]; sinks: [B, G, 1, all rows,
+        1]. Returns [B, G, rows, V].
+    """
+    most = scores.detach().amax((2, 4), keepdim=True)  # a shift, whose gradient is none
+    logits = None if sinks is None else sinks[:, :, :, own]
+    if logits is not None:
+        most = torch.maximum(most, logits.detach())
+    weights = (scores - most).exp()
+    # Blocks that a query does not see add zeros to the running sums of the blocks before.
+    total = weights.sum(-1, keepdim=True).cumsum(2)[:, :, -1]
+    if logits is not None:
+        total = total + (logits - most).exp()[:, :, 0]
+    return (weights @ v).cumsum(2)[:, :, -1] / total
 
 
 def invariant_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
@@ -84,10 +99,10 @@ def _pairs(x: Tensor, query: Tensor, k: Tensor, *, fill: float) -> Tensor:
     Keys that fill up have the value of `fill`, and rows that fill up have zeros.
 
     Shape:
-        query: [B, S, N, D]; k: [B, G, T', D]. Returns [B, G, rows, T'].
+        query: [B, S, N, D]; k: [B, G, T', D]. Returns [B, G, blocks, rows, KEYS].
     """
     rows, length, heads = query.shape[:3]
     x = x.expand(rows, heads, length, x.shape[-1])
     x = F.pad(x, (0, k.shape[2] - x.shape[-1]), value=fill)
     x = x.reshape(rows, k.shape[1], -1, k.shape[2])
-    return _filled(x, ROWS)
+    return _filled(x, ROWS).unflatten(3, (-1, KEYS)).transpose(2, 3)

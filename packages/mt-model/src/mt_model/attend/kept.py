@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from mt_kernels import AUTO, Selector
 from torch import Tensor
 
-from mt_model.attend.context import AttendingLayer, ForwardContext
+from mt_model.attend.context import AttendingLayer, ForwardContext, Recalled
 from mt_model.attend.distance import spread
 from mt_model.attend.kernels import attention
 from mt_model.attend.scores import Scores
@@ -63,6 +63,11 @@ class KeptAttend(ABC):
     def selector(self, layer: AttendingLayer) -> Selector[Any]:
         """Return the choice of a kernel."""
         return layer.attending[AUTO]
+
+    def recall(self, layer: int, query: Tensor) -> Sequence[Recalled]:
+        """Return nothing: there are no pages."""
+        del layer, query
+        return ()
 
     @abstractmethod
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from mt_kernels import AUTO, Selector
 from torch import Tensor
 
 from mt_model.attend.cache import Pages
-from mt_model.attend.context import AttendingLayer, ForwardContext, Recurrence
+from mt_model.attend.context import AttendingLayer, ForwardContext, Recalled, Recurrence
 from mt_model.attend.invariant import KEYS
 from mt_model.attend.kept import KeptAttend, View
 from mt_model.attend.seen import seen
@@ -34,7 +34,7 @@ class PagedAttend(KeptAttend):
     cache: Pages
     slots: Slots
     _views: dict[Any, list[View]] = field(default_factory=dict)
-    _rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -70,11 +70,12 @@ class PagedAttend(KeptAttend):
         """Return the values of blocks; see `KeptAttend`."""
         assert kept is not None, "a view of pages names its blocks"  # noqa: S101
         heads = self.cache.layers[layer][name].shape[1]
-        rows = self._rows.get((id(kept), heads))  # views live as long as this does
-        if rows is None:
+        held = self._rows.get((id(kept), heads))
+        if held is None:
             head = torch.arange(heads, device=kept.device)[:, None]
-            rows = self._rows[id(kept), heads] = kept[:, None] * heads + head
-        return self.cache.read(layer, name, dtype, rows)
+            # With the blocks, so that no other tensor has their id.
+            held = self._rows[id(kept), heads] = kept, kept[:, None] * heads + head
+        return self.cache.read(layer, name, dtype, held[1])
 
     def recur(
         self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext
@@ -92,6 +93,25 @@ class PagedAttend(KeptAttend):
                 held[name].index_copy_(0, rows, x.detach().to(held[name].dtype))
             found = group.put(out, found)
         assert found is not None, "a pass has tokens"  # noqa: S101
+        return found
+
+    def recall(self, layer: int, query: Tensor) -> list[Recalled]:
+        """Return each group's queries with the memories of its requests; see `Attend`.
+
+        Raises:
+            ValueError: The slots name no memories.
+        """
+        slots, found = self.slots, list[Recalled]()
+        if slots.memory_tables is None or slots.memory_lengths is None:
+            raise ValueError(
+                f"layer {layer} attends to a memory, and the slots have no memory_tables and "
+                "memory_lengths; give them, as encode() has filled the blocks"
+            )
+        for group in self.by_count:
+            tables, lengths = group.of(slots.memory_tables), group.of(slots.memory_lengths)
+            key, value = (self.read(layer, name, query.dtype, tables) for name in ("key", "value"))
+            seen = torch.arange(key.shape[1], device=key.device) < lengths[:, None]
+            found.append(Recalled(group.take(query), key, value, seen, group.put))
         return found
 
     def views(self, window: int | None, chunk: int | None) -> list[View]:

@@ -18,7 +18,7 @@ from mt_files import divisors
 from mt_parallel_state import ParallelState, group_rank, outside_graph
 from torch import Tensor
 
-from mt_model.attend.context import AttendingLayer, ForwardContext, Recurrence
+from mt_model.attend.context import AttendingLayer, ForwardContext, Recalled, Recurrence
 from mt_model.attend.kernels import attention
 from mt_model.attend.scores import Scores
 
@@ -116,6 +116,11 @@ class SequenceAttend:
     ) -> Tensor:
         """Attend to latents; see `Attend`."""
         return self(layer, query, torch.cat((latent, turned), dim=-1), latent, shared)
+
+    def recall(self, layer: int, query: Tensor) -> Sequence[Recalled]:
+        """Return nothing: there are no pages."""
+        del layer, query
+        return ()
 
     def recur(
         self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext

@@ -26,10 +26,13 @@ class Slots:
         states: Row of each request's recurrent states.
         scored: Places in the row of the tokens after which scores are wanted.
         adapters: Adapter of each request; None for none.
+        memory_tables: Blocks of the encoder's tokens of each request (`EncoderDecoder.encode`);
+            None without an encoder.
+        memory_lengths: Number of these tokens.
 
     Shape:
         starts: [R + 1]; positions: [T] or [3, T]; places: [T]; tables: [R, P]; lengths, states,
-        adapters: [R]; scored: [L].
+        adapters, memory_lengths: [R]; scored: [L]; memory_tables: [R, M].
     """
 
     starts: Tensor
@@ -40,6 +43,8 @@ class Slots:
     states: Tensor
     scored: Tensor
     adapters: Tensor | None = None
+    memory_tables: Tensor | None = None
+    memory_lengths: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = self.lengths.shape[0], self.places.shape[0]
@@ -86,7 +91,7 @@ class Slots:
         starts, lengths = self.starts.tolist(), self.lengths.tolist()
         found: dict[tuple[int, int], list[int]] = defaultdict(list)
         for row, length in enumerate(lengths):
-            blocks, count = -(-length // block_size), starts[row + 1] - starts[row]
+            blocks, count = max(1, -(-length // block_size)), starts[row + 1] - starts[row]
             if blocks > room:
                 raise ValueError(
                     f"slots.lengths[{row}] is {length}, and slots.tables has {room} blocks of "
@@ -98,7 +103,7 @@ class Slots:
 
     def _group(self, own: list[int], starts: list[int], lengths: list[int], size: int) -> Group:
         count = starts[own[0] + 1] - starts[own[0]]
-        blocks = -(-max(lengths[row] for row in own) // size)
+        blocks = max(1, -(-max(lengths[row] for row in own) // size))
         if len(own) * count == self.places.shape[0]:
             return Group(slots=self, count=count, blocks=blocks)
         device = self.places.device

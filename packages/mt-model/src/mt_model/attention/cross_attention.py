@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
-from mt_kernels import Selector
+from mt_kernels import AUTO, Selector
 from mt_parallel_state import MatrixSpec, all_gather, mark_matrix, random_uniform
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -81,12 +81,22 @@ class CrossAttention(nn.Module):
         )
         start_from(self.out.weight, "residual")
         self.dropout = DropoutSite(config.dropout, seed=shard.seed, layer=layer, name="scores")
-        self.context, self.attending = shard.context, Selector(ATTENTION)
+        kernel = "invariant" if shard.kernels.is_invariant else AUTO
+        self.context, self.attending = shard.context, Selector(ATTENTION, kernel)
 
     def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:
         """Attend to the memory; a token that sees none of it gets zeros before the projection."""
-        query = self.query(x)
-        key, value, seen = self._memory(shared)
+        query, found = self.query(x), None
+        for part in shared.attend.recall(self.index, query):
+            found = part.put(self._attend(*part[:4], kept=None), found)
+        if found is None:
+            key, value, seen = self._memory(shared)
+            found = self._attend(query, key, value, seen, kept=self._kept(query, key, shared))
+        return self.out(found)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, kept: Tensor | None
+    ) -> Tensor:
         allowed = nothing = None
         if seen is not None:
             seen = seen[:, None] if seen.dim() == 2 else seen
@@ -97,10 +107,22 @@ class CrossAttention(nn.Module):
             causal=False,
             allowed=allowed,
             softcap=self.softcap,
-            kept=self._kept(query, key, shared),
+            kept=kept,
         )
         found = attention(query, key, value, scores, self.attending)
-        return self.out(found if nothing is None else found.masked_fill(nothing[..., None], 0))
+        return found if nothing is None else found.masked_fill(nothing[..., None], 0)
+
+    def project_memory(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a memory, for this rank's heads.
+
+        Shape:
+            memory: [B, M, size]. Returns [B, M, G, D] twice.
+        """
+        made = self.key_value(memory.to(self.key_value.weight.dtype))
+        if self.gathers:
+            made = all_gather(made, self.group, dim=-1)[:, :, self.own_group : self.own_group + 1]
+        key, value = made.unbind(3)
+        return key, value
 
     def _memory(self, shared: ForwardContext) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys, values and mask of the memory, from the cache if it has them."""
@@ -112,10 +134,7 @@ class CrossAttention(nn.Module):
                 f"layer {self.index} attends to a memory, and the batch has none. Give "
                 "batch['memory'] [B, M, size], what an encoder returned"
             )
-        made = self.key_value(shared.memory.to(self.key_value.weight.dtype))
-        if self.gathers:
-            made = all_gather(made, self.group, dim=-1)[:, :, self.own_group : self.own_group + 1]
-        key, value = made.unbind(3)
+        key, value = self.project_memory(shared.memory)
         mask = shared.memory_mask
         if cache is None:
             return rounded(key, self.kv_format), rounded(value, self.kv_format), mask

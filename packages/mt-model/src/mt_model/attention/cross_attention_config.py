@@ -101,6 +101,11 @@ class CrossAttentionConfig(MixerConfig):
         del batch_size, max_length, tp
         return {}
 
+    def page_shapes(self, blocks: int, block_size: int, tp: int) -> Mapping[str, Sizes]:
+        """Return the shapes of a rank's keys and values of a memory."""
+        shape = (blocks, max(1, self.num_kv_heads // tp), block_size, self.head_dim)
+        return {"key": shape, "value": shape}
+
     def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> None:
         """Return None: each rank has the whole memory."""
         del algorithm, cp, inner, tp

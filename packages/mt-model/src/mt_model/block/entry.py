@@ -152,6 +152,10 @@ class MixerConfig(EntryConfig):
         del batch_size, max_length, tp
         raise NotImplementedError(f"{type(self).__name__} keeps nothing of the tokens it has seen")
 
+    def page_shapes(self, blocks: int, block_size: int, tp: int) -> Mapping[str, Sizes]:
+        """Return the shapes of one rank's pages of `token_cache`, by name."""
+        return self.cache_shapes(blocks, block_size, tp)
+
     def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
         """Say why `cp` ranks can't share a sequence this way; None if they can.
 

@@ -66,8 +66,9 @@ class Kernels:
         loss: Softmax and cross entropy of a block of logits: `fused`, `torch` or `reference`.
         gemm: The products of linear layers, of the head, and of `matmul` attention with them:
             `torch`, `cpu` (its, with the bf16 weight gradient in blocks), `onednn` (fp32 on a CPU)
-            or `invariant` (the same bits for any number of rows on a CPU). `auto` takes `onednn` on one rank where a measurement of some tens of milliseconds
-            finds errors as of fp32 and 1.25 times torch's speed.
+            or `invariant` (the same bits for any number of rows on a CPU). `auto` takes `onednn` on
+            one rank where a measurement of some tens of milliseconds finds errors as of fp32 and
+            1.25 times torch's speed.
 
     Example:
         >>> Kernels.of("fused").norm, Kernels(rope="fused").norm

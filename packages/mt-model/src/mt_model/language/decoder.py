@@ -311,6 +311,10 @@ class GPT(Stack["ModelConfig"]):
 
     def _without_dropout(self, batch: Batch, what: str) -> Tensor:
         """Return the last layer's output of the whole model, for the calling method."""
+        return self.run_layers(*self._begin_without_dropout(batch, what))[0]
+
+    def _begin_without_dropout(self, batch: Batch, what: str) -> tuple[Tensor, ForwardContext]:
+        """Return what enters the layers of the whole model, for the calling method."""
         if not (self.has_embedding and self.has_head):
             raise ValueError(
                 f"{what} needs the whole model, and this stage holds layers "
@@ -326,7 +330,7 @@ class GPT(Stack["ModelConfig"]):
             x, shared = self.begin(None, batch)
         finally:
             self.training = was_training
-        return self.run_layers(x, replace(shared, plain=True))[0]
+        return x, replace(shared, plain=True)
 
     @torch.no_grad()
     def pooled_logits(self, batch: Batch) -> Tensor:
@@ -373,7 +377,7 @@ class GPT(Stack["ModelConfig"]):
             raise ValueError(
                 f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
             )
-        sizes = {"rows": batch_size, "length": max_length, "states": batch_size}
+        sizes = {"rows": batch_size, "length": max_length}
         layers, formats = self._empty(kv_cache_dtype, sizes, batch_size=batch_size)
         return KVCache(layers=layers, max_length=max_length, formats=formats)
 
@@ -392,11 +396,6 @@ class GPT(Stack["ModelConfig"]):
             QuantizationError: There is no such format, or no layer keeps keys and values.
             CalibrationError: The format has static scales, and `kv_schemes` has none of them.
         """
-        for index, mixer in self.generating().items():
-            if mixer.needs_memory:
-                raise NotImplementedError(
-                    f"the {type(mixer).__name__} of layer {index} has no pages; use new_cache()"
-                )
         sizes = {"rows": blocks, "length": block_size, "states": states}
         counts = {"blocks": blocks, "block_size": block_size, "states": states}
         layers, formats = self._empty(kv_cache_dtype, sizes, **counts)

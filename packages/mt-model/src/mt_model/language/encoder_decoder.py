@@ -12,9 +12,10 @@ from mt_context_parallel import unshard
 from mt_parallel_state import gather_from_group
 from torch import Tensor
 
-from mt_model.attend.cache import KVCache
+from mt_model.attend.cache import KVCache, Pages
 from mt_model.attend.context import ForwardContext
 from mt_model.attend.padding import padding_as_document, positions_of
+from mt_model.attention.cross_attention import CrossAttention
 from mt_model.block.dropout import DropoutSite
 from mt_model.block.entry import MixerConfig
 from mt_model.block.losses import Losses
@@ -130,7 +131,7 @@ class EncoderDecoder(GPT):
         positions = self._positions(own, length, device)
         shared = self._share(own, positions, length, device)
         encoder, count, place = None, 0, None
-        if cache is None or not cache.length:
+        if cache is None or (isinstance(cache, KVCache) and not cache.length):
             place, encoder = self._encoder_pass(batch, shared, device)
             count = self.shard.between(batch["encoder_tokens"], dim=1).shape[1]
         given = {name: value for name, value in vars(shared).items() if name != "memory_mask"}
@@ -188,6 +189,37 @@ class EncoderDecoder(GPT):
         batch = {"tokens": tokens, "cache": cache, "mask": mask, "pixel_values": pixel_values}
         batch |= {"encoder_tokens": encoder_tokens, "encoder_mask": encoder_mask}
         return self._score(batch)
+
+    @torch.no_grad()
+    def encode(self, tokens: Tensor, pages: Pages, places: Tensor) -> None:
+        """Run the encoder on a text, and put what the decoder attends to in pages.
+
+        Args:
+            tokens: Tokens of the text.
+            pages: Pages of this model.
+            places: Place of each token: block * block_size + offset.
+
+        Shape:
+            tokens: [1, E]; places: [E].
+
+        Raises:
+            ValueError: The model is one of several stages, or shares sequences.
+        """
+        batch = {"encoder_tokens": tokens, "tokens": tokens[:, :1]}
+        x, shared = self._begin_without_dropout(batch, "encode()")
+        stream: Any = x
+        for step in self._steps(lambda layer: [layer]):
+            stream, _ = step(stream, shared)
+            if stream.memory is not None:
+                break
+        memory = cast("Tensor", stream.memory)
+        block = places.div(pages.block_size, rounding_mode="floor")
+        where = block, places - block * pages.block_size
+        for layer in self.stage_layers():
+            if isinstance(layer.mixer, CrossAttention):
+                key, value = layer.mixer.project_memory(memory)
+                pages.write(layer.index, "key", key, *where)
+                pages.write(layer.index, "value", value, *where)
 
     def _builds(self, config: ModelConfig) -> bool:
         return config.encoder_layers > 0

@@ -143,7 +143,7 @@ def check_encoder_batch(batch: Batch) -> None:
             "of the encoder that have its document's id. Give both, or neither"
         )
     tokens, cache = batch.get("encoder_tokens"), batch.get("cache")
-    if cache is not None and cache.length:
+    if isinstance(cache, Pages) or (cache is not None and cache.length):
         if tokens is not None:
             raise ValueError(
                 "the cache holds what the encoder gave; leave encoder_tokens out, or make a new one"

@@ -64,8 +64,8 @@ def empty_layers(
     *,
     rows: int,
     length: int,
-    states: int,
     shard: ShardContext,
+    states: int | None = None,
 ) -> dict[int, dict[str, Tensor]]:
     """Make the tensors that the layers of a stage keep of tokens.
 
@@ -74,8 +74,8 @@ def empty_layers(
         schemes: Schemes of the layers whose keys and values are kept in low precision.
         rows: Number of rows, or blocks.
         length: Number of tokens of each.
-        states: Number of recurrent states.
         shard: This rank's share of the model.
+        states: Number of recurrent states where rows are blocks; None where each row has one.
 
     Raises:
         QuantizationError: A layer has another number of heads than scales.
@@ -84,9 +84,10 @@ def empty_layers(
     wide = torch.promote_types(shard.dtype, torch.float32)
     for index, mixer in mixers.items():
         scheme = schemes.get(index)
-        shapes = dict(mixer.cache_shapes(states, length, shard.tp))
-        of_tokens = mixer.cache_shapes(rows, length, shard.tp)
-        shapes |= {name: of_tokens[name] for name in mixer.token_cache if name in of_tokens}
+        shapes = dict(mixer.cache_shapes(states or rows, length, shard.tp))
+        if states is not None:
+            pages = mixer.page_shapes(rows, length, shard.tp)
+            shapes |= {name: pages[name] for name in mixer.token_cache}
         dtypes = dict.fromkeys(shapes, shard.dtype) | dict.fromkeys(mixer.wide_cache, wide)
         if scheme is not None:
             dtypes |= dict.fromkeys(mixer.token_cache, scheme.format.dtype)
