@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from mt_parallel_state import report_hangs
+from mt_parallel_state.hang import _python_wait
 
 
 def _reports(seconds: float, meet) -> list[str]:
@@ -76,6 +78,11 @@ def test_ranks_that_compute_or_go_on_report_nothing(ranks) -> None:
         return _reports(2.0, meet)
 
     assert ranks(2, body) == [[], []]
+
+
+def test_a_frame_between_two_lines_has_no_number() -> None:
+    code = SimpleNamespace(co_filename=__file__)
+    assert _python_wait(SimpleNamespace(f_globals={}, f_code=code, f_lineno=None)) is None
 
 
 def test_one_process_is_not_watched_and_seconds_are_checked() -> None:

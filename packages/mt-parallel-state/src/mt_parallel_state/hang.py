@@ -170,7 +170,8 @@ def _python_wait(frame: FrameType | None) -> str | None:
         name, frame = frame.f_code.co_name, frame.f_back
         found = found if name == "wrapper" else name
     if found is None and frame is not None:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        number = frame.f_lineno or 0  # a thread at work may be between two lines
+        line = linecache.getline(frame.f_code.co_filename, number).strip()
         found = line if ".wait(" in line else None
     return found
 
