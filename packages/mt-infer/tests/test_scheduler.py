@@ -161,7 +161,7 @@ def drive(seed: int, operations: int) -> Counter[str]:
     assert sorted(world.pool.take(world.size)) == list(range(world.size))
     return world.ended + Counter(
         evictions=world.scheduler.evictions,
-        hits=world.scheduler.prefix.hits if world.scheduler.prefix else 0,
+        hits=world.scheduler.found_tokens,
     )
 
 

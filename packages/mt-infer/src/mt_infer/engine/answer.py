@@ -17,7 +17,7 @@ class Logprobs:
     """Logprobs of tokens in order, with the most likely ones if wanted.
 
     Attributes:
-        chosen: Of the tokens.
+        chosen: Logprobs of the tokens.
         top: Most likely tokens in place of each.
     """
 
@@ -27,23 +27,23 @@ class Logprobs:
 
 @dataclass(eq=False, kw_only=True)
 class Answer:
-    """A request's parameters, and what has been made of it so far.
+    """The parameters of a request, and its continuation so far.
 
     Attributes:
         request: The request.
         sampling: Parameters of the choice.
-        index: Number of the continuation in its call.
-        choice: Number among the continuations of its prompt.
         seed: The seed, given or drawn.
         prompt_length: Number of tokens of the prompt.
         ends: Tokens that end it.
+        index: Number of the continuation in its call.
+        choice: Number among the continuations of its prompt.
         bad: Lists of tokens that it must not have.
-        logprobs: Those of its tokens.
-        prompt_logprobs: Those of its prompt's tokens.
+        logprobs: Logprobs of its tokens.
+        prompt_logprobs: Logprobs of its prompt's tokens.
         stops: Texts that end it; None without a tokenizer.
         stream: Its text as it comes.
         streams: Whether somebody waits for its deltas.
-        cut: Its text before a stop text that was found.
+        cut: The text before the stop text, if one was found.
         news: What nobody has fetched yet.
         completion: The whole, when it has ended.
         error: The error that ended it.
@@ -51,11 +51,11 @@ class Answer:
 
     request: Request
     sampling: Sampling
-    index: int
-    choice: int
     seed: int
     prompt_length: int
     ends: frozenset[int]
+    index: int = 0
+    choice: int = 0
     bad: tuple[tuple[int, ...], ...] = ()
     logprobs: Logprobs = field(default_factory=Logprobs)
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)
@@ -142,5 +142,5 @@ class Answer:
 
 
 def is_wanted(logprobs: int | None) -> bool:
-    """Return whether logprobs are wanted: 0 wants those of the tokens alone."""
+    """Return whether logprobs are wanted: 0 means the logprobs of the tokens alone."""
     return logprobs is not None and logprobs is not False

@@ -16,13 +16,13 @@ from mt_infer.engine.request import Part
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The scores of a part that are wanted.
+    """The scores that a part needs.
 
     Attributes:
         part: The part of the pass.
         answer: The answer of its request.
         prompt: Places of its tokens whose next token is of the prompt, and has a logprob.
-        next: Places whose next token is chosen: the last one, and those of drafts.
+        next: Places whose next token is chosen: the last token's, and each draft's.
     """
 
     part: Part
@@ -32,7 +32,7 @@ class Wanted:
 
     @classmethod
     def of(cls, part: Part, answer: Answer) -> Wanted:
-        """Return what is wanted of a part."""
+        """Return the scores that a part needs."""
         held, sampling = part.request.held, answer.sampling
         prompt, following = range(0), range(0)
         if is_wanted(sampling.prompt_logprobs):
@@ -66,7 +66,7 @@ def choose_next(scores: Tensor, wanted: Sequence[Wanted]) -> list[Drawn]:
 
     Args:
         scores: Scores of the vocabulary, a row for each place of each part.
-        wanted: What is wanted of each part.
+        wanted: The scores that each part needs.
 
     Shape:
         scores: [places, vocab].

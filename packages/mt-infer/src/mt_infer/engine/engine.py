@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,13 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from torch import Tensor
 
 from mt_infer.completion import Completion, Delta
-from mt_infer.engine.answer import Answer, is_wanted
+from mt_infer.engine.answer import Answer
+from mt_infer.engine.intake import Intake, Prompts, as_list
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
-from mt_infer.engine.request import Request
 from mt_infer.loading import Run, built_model, fill_weights, open_run, same_run
 from mt_infer.sampling import Sampling
-from mt_infer.text import (
-    PromptError,
-    StopTexts,
-    TextStream,
-    check_prompt,
-    check_tokens,
-    encode_prompt,
-)
-
-Prompt = str | Sequence[int]
-Prompts = Prompt | Sequence[Prompt]
+from mt_infer.text import PromptError, TextStream, check_tokens
 
 
 class Engine:
@@ -77,6 +67,7 @@ class Engine:
             tokenizer=tokenizer,
             step=None if run is None else run.step,
         )
+        self._intake = Intake(model.config, tokenizer, self.ends)
         self._lock, self._numbers = threading.RLock(), count()
 
     @classmethod
@@ -192,7 +183,7 @@ class Engine:
         longest = self.model.config.max_sequence_length
         if not 1 < len(given) <= longest:
             raise PromptError(f"{len(given)} tokens have no scores; give 2 to {longest}")
-        answer = self._answer(given, Sampling(max_tokens=0, prompt_logprobs=0, seed=0), 0)
+        answer = self._new_answer(given, Sampling(max_tokens=0, prompt_logprobs=0), 0)
         self._loop.arriving.append(answer)
         while not answer.has_ended:
             self._advance(lambda: answer.has_ended)
@@ -201,7 +192,6 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Return counts: of blocks and requests now, and of what has been done so far."""
         scheduler, pool = self._loop.scheduler, self._loop.pool
-        prefix = scheduler.prefix
         return {
             "blocks": pool.size,
             "free_blocks": pool.free_blocks,
@@ -209,8 +199,8 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting) + len(self._loop.arriving),
             "evictions": scheduler.evictions,
-            "prefix_tokens": 0 if prefix is None else prefix.hits,
-            "admitted_tokens": 0 if prefix is None else prefix.asked,
+            "prefix_tokens": scheduler.found_tokens,
+            "admitted_tokens": scheduler.admitted_tokens,
             **self._loop.counts,
         }
 
@@ -284,18 +274,18 @@ class Engine:
         streams: bool = False,
     ) -> Iterator[list[Answer]]:
         """Hand requests to the loop; those that have not ended at the block's end are cancelled."""
-        given: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        given = as_list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or Sampling()] * len(given)
         if len(sampling) != len(given):
             raise ValueError(f"{len(sampling)} samplings for {len(given)} prompts; give one each")
         answers: list[Answer] = []
         for prompt, how in zip(given, sampling, strict=True):
-            tokens = self._tokens(prompt)
+            tokens = self._intake.tokens(prompt)
             seed = self._drawn_seed() if how.seed is None else how.seed
             for choice in range(how.n):
-                answer = self._answer(tokens, how, seed, index=len(answers), choice=choice)
-                answer.streams = streams
+                answer = self._new_answer(tokens, how, seed)
+                answer.index, answer.choice, answer.streams = len(answers), choice, streams
                 if self.tokenizer is not None and answer.stops is not None:
                     answer.stream = TextStream(self.tokenizer, answer.stops)
                 answers.append(answer)
@@ -304,6 +294,11 @@ class Engine:
             yield answers
         finally:
             self._cancel(answers)
+
+    def _new_answer(self, tokens: list[int], sampling: Sampling, seed: int) -> Answer:
+        answer = self._intake.answer(next(self._numbers), tokens, sampling, seed)
+        self._loop.scheduler.check(answer.request)
+        return answer
 
     def _cancel(self, answers: Sequence[Answer]) -> None:
         """End answers at once, or, while another thread steps, with the next step."""
@@ -322,61 +317,11 @@ class Engine:
             dist.broadcast(seed, group=group, group_src=0)
         return int(seed)
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            check_prompt(tokens := [int(each) for each in prompt], self.model.config)
-            return tokens
-        if self.tokenizer is None:
-            raise PromptError("the model has no tokenizer; give the prompt as a list of tokens")
-        return encode_prompt(prompt, self.tokenizer, self.model.config)
-
-    def _answer(
-        self, tokens: list[int], sampling: Sampling, seed: int, index: int = 0, choice: int = 0
-    ) -> Answer:
-        room = max(len(tokens) + 1, self.model.config.max_sequence_length)
-        request = Request(
-            number=next(self._numbers),
-            tokens=list(tokens),
-            limit=min(room, len(tokens) + max(1, sampling.max_tokens)),
-            reads_cache=not is_wanted(sampling.prompt_logprobs),
-        )
-        self._loop.scheduler.check(request)
-        bad = self._bad_words(sampling)
-        ids = {*sampling.logit_bias, *sampling.allowed_token_ids, *chain.from_iterable(bad)}
-        check_tokens(list(ids), self.model.config)
-        return Answer(
-            request=request,
-            sampling=sampling,
-            index=index,
-            choice=choice,
-            seed=seed,
-            prompt_length=len(tokens),
-            ends=self.ends | set(sampling.stop_token_ids),
-            bad=bad,
-            stops=None if self.tokenizer is None else StopTexts(sampling.stop, self.tokenizer),
-        )
-
-    def _bad_words(self, sampling: Sampling) -> tuple[tuple[int, ...], ...]:
-        """Return the token lists of bad words, which may begin a word or continue one."""
-        found: list[tuple[int, ...]] = []
-        for word in sampling.bad_words:
-            if not isinstance(word, str):
-                found.append(word)
-            elif self.tokenizer is None:
-                raise ValueError("bad_words: the model has no tokenizer; give lists of tokens")
-            else:
-                found += [tuple(self.tokenizer.encode(text)) for text in (word, f" {word}")]
-        return tuple(dict.fromkeys(found))
-
     def _advance(self, is_ready: Callable[[], bool]) -> None:
         """Step once, unless another thread's step has done what was waited for."""
         with self._lock:
             if not is_ready():
                 self._loop.step()
-
-
-def _is_one(prompts: Prompts) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
 
 
 def _all_ended(answers: Sequence[Answer]) -> bool:

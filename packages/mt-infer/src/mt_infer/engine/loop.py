@@ -83,7 +83,7 @@ class Loop:
 
     @torch.inference_mode()
     def advance(self) -> None:
-        """Serve the requests that were taken in, for one pass."""
+        """Serve the admitted and waiting requests for one pass."""
         for request in self.scheduler.expire(time.monotonic()):
             self._tell_end(self._answers.pop(request), "deadline")
         parts = self.scheduler.plan()

@@ -50,8 +50,6 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool, self._block_size = pool, block_size
-        self.hits = 0
-        self.asked = 0
 
     def match(self, request: Request) -> list[int]:
         """Return the cached blocks of a request's beginning; its last token is always computed."""
@@ -66,11 +64,6 @@ class PrefixCache:
                 break
             found.append(block)
         return found
-
-    def count(self, matched: int, tokens: int) -> None:
-        """Count found tokens among those that a request brought, for the statistics."""
-        self.hits += matched * self._block_size
-        self.asked += tokens
 
     def note(self, request: Request, before: int) -> None:
         """Publish the blocks that a pass filled.

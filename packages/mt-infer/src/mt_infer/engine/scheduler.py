@@ -18,9 +18,9 @@ class Scheduler:
     """Requests that wait and requests that run, and the blocks of the latter.
 
     A request is admitted when all of its tokens find blocks. A step of decoding may need one more;
-    if none is left, the running request that is served last gives its blocks back, waits, and
-    computes its tokens again later. The request that is served first never gives its own back, and
-    each alone fits, so all end. A request of a higher priority takes blocks from lower ones.
+    if none is left, the last running request in the order of service gives its blocks back, waits,
+    and computes its tokens again later. The first one never gives its own back, and each fits
+    alone, so all end. A request of a higher priority takes blocks from lower ones.
 
     Args:
         pool: The blocks.
@@ -59,7 +59,7 @@ class Scheduler:
         self._states = list(range(max_batch - 1, -1, -1))
         self.running: list[Request] = []
         self.waiting: list[Request] = []
-        self.evictions = 0
+        self.evictions = self.found_tokens = self.admitted_tokens = 0
 
     def __bool__(self) -> bool:
         """Whether a request has not ended."""
@@ -159,7 +159,7 @@ class Scheduler:
         return request.pending if fits else 0
 
     def _grow(self, request: Request, planned: set[Request]) -> bool:
-        """Give a request the block of its last token; evict requests that are served later."""
+        """Give a request the block of its last token; evict later requests."""
         if request.state is None:
             return False
         missing = self._lacks(request)
@@ -199,8 +199,8 @@ class Scheduler:
             request.held = len(matched) * self.block_size
             request.state = self._states.pop()
             self.running.append(request)
-            if self.prefix is not None:
-                self.prefix.count(len(matched), len(request.tokens))
+            self.found_tokens += request.held
+            self.admitted_tokens += len(request.tokens)
             yield request
 
     def _prefer_higher_priority(self) -> None:

@@ -1,0 +1,99 @@
+"""Requests as callers give them: prompts, parameters, and the answer that is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import cast
+
+from mt_data import Tokenizer
+from mt_model import ModelConfig
+
+from mt_infer.engine.answer import Answer, is_wanted
+from mt_infer.engine.request import Request
+from mt_infer.sampling import Sampling
+from mt_infer.text import PromptError, StopTexts, check_prompt, check_tokens, encode_prompt
+
+Prompt = str | Sequence[int]
+Prompts = Prompt | Sequence[Prompt]
+
+
+def as_list(prompts: Prompts) -> list[Prompt]:
+    """Return a prompt, or several, as a list of prompts."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [cast("Prompt", prompts)]
+    return list(cast("Sequence[Prompt]", prompts))
+
+
+class Intake:
+    """What turns a prompt and its parameters into a request.
+
+    Args:
+        config: Config of the model.
+        tokenizer: Tokenizer of the model; None for token lists alone.
+        ends: Tokens that end a text.
+    """
+
+    def __init__(
+        self, config: ModelConfig, tokenizer: Tokenizer | None, ends: frozenset[int]
+    ) -> None:
+        self._config, self._tokenizer, self._ends = config, tokenizer, ends
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt.
+
+        Raises:
+            PromptError: The model can't continue it.
+        """
+        if not isinstance(prompt, str):
+            tokens = [int(each) for each in prompt]
+            check_prompt(tokens, self._config)
+            return tokens
+        if self._tokenizer is None:
+            raise PromptError("the model has no tokenizer; give the prompt as a list of tokens")
+        return encode_prompt(prompt, self._tokenizer, self._config)
+
+    def answer(self, number: int, tokens: list[int], sampling: Sampling, seed: int) -> Answer:
+        """Return an empty answer with its request.
+
+        Args:
+            number: Order of arrival.
+            tokens: Tokens of the prompt.
+            sampling: Parameters of the choice.
+            seed: Seed of the choice.
+
+        Raises:
+            ValueError: A list of tokens has one that the model doesn't know.
+        """
+        bad = self._bad_words(sampling)
+        ids = {*sampling.logit_bias, *sampling.allowed_token_ids, *chain.from_iterable(bad)}
+        check_tokens(list(ids), self._config)
+        longest = max(len(tokens) + 1, self._config.max_sequence_length)
+        request = Request(
+            number=number,
+            tokens=list(tokens),
+            limit=min(longest, len(tokens) + max(1, sampling.max_tokens)),
+            reads_cache=not is_wanted(sampling.prompt_logprobs),
+        )
+        tokenizer = self._tokenizer
+        return Answer(
+            request=request,
+            sampling=sampling,
+            seed=seed,
+            prompt_length=len(tokens),
+            ends=self._ends | set(sampling.stop_token_ids),
+            bad=bad,
+            stops=None if tokenizer is None else StopTexts(sampling.stop, tokenizer),
+        )
+
+    def _bad_words(self, sampling: Sampling) -> tuple[tuple[int, ...], ...]:
+        """Return the token lists of bad words, which may begin a word or continue one."""
+        found: list[tuple[int, ...]] = []
+        for word in sampling.bad_words:
+            if not isinstance(word, str):
+                found.append(word)
+            elif self._tokenizer is None:
+                raise ValueError("bad_words: the model has no tokenizer; give lists of tokens")
+            else:
+                found += [tuple(self._tokenizer.encode(text)) for text in (word, f" {word}")]
+        return tuple(dict.fromkeys(found))
