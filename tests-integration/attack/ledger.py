@@ -58,7 +58,7 @@ def render(entries: Iterable[Entry]) -> str:
     lines = [
         "# Ledger of the last full attack",
         "",
-        "`uv run nox -s attack -- --seed 0`, and `--seed 1`, wrote it with Python "
+        "`uv run nox -s attack -- --seed N` wrote it with Python "
         f"{platform.python_version()} and torch {version('torch')} on CPU, a row as soon as its "
         "cases were done; the seconds are those of all cases, two of which ran at a time. CI runs "
         "a sample of each row, and fails where a row is missing here.",
