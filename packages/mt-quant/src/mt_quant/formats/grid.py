@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,16 @@ class Grid:
         """Return scale and zero point of each column: [out, count], or broadcastable to it."""
         if self.scale.shape[1] == 1:
             return self.scale, self.zero
-        index = torch.arange(start, start + count, device=self.scale.device) // self.group_size
-        return self.scale[:, index], None if self.zero is None else self.zero[:, index]
+        size = self.group_size
+        first, inside = divmod(start, size)
+        groups = slice(first, -(-(start + count) // size))
+
+        def spread(values: Tensor) -> Tensor:
+            # Much faster than an index of the columns.
+            whole = values[:, groups, None].expand(-1, -1, size).flatten(1)
+            return whole[:, inside : inside + count]
+
+        return spread(self.scale), None if self.zero is None else spread(self.zero)
 
     def with_columns(self, start: int, part: Grid) -> Grid:
         """Return this grid with another grid for the columns from `start`.
@@ -171,7 +180,8 @@ def check_weight(weight: Tensor) -> None:
             f"a weight of shape {tuple(weight.shape)} and {weight.dtype} is no matrix of real "
             "numbers; flatten it to [out, in]"
         )
-    if not bool(weight.isfinite().all()):
+    # One pass without a temporary; both are NaN if a value is.
+    if weight.numel() and not all(map(math.isfinite, map(float, weight.aminmax()))):
         raise QuantizationError(
             f"a weight of shape {tuple(weight.shape)} has values that are not finite; repair the "
             "checkpoint, or leave the layer out with a rule"
