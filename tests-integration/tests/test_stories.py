@@ -1,16 +1,17 @@
-"""What a new user does in the first week, with the commands as typed."""
+"""What a new user does in the first two weeks, with the commands as typed."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
-import sys
 import time
 from array import array
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ training: {steps: 6, global_batch_size: 8, micro_batch_size: 4, sequence_length:
 optimizer: {lr: 3e-3, warmup: 2}
 evaluation: {max_windows: 8}
 """
+ROOT = Path(__file__).parents[2]
 WORDS = ("old", "new", "red", "blue", "house", "river", "walks", "sings", "slowly", "again")
 
 
@@ -48,7 +50,9 @@ class Shell:
         """Start a command line as a shell would, without globbing: `data.glob=**/*.txt`."""
         program, *words = shlex.split(typed)
         found = self.programs / program  # one that has imported torch, if it is of ours
-        command = [str(found if found.exists() else Path(sys.executable).parent / program), *words]
+        command = [str(found), *words]
+        if program == "torchrun":
+            command = [str(self.programs / "python"), "-m", "torch.distributed.run", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, cwd=self.folder, **pipes)
 
@@ -255,6 +259,200 @@ def test_an_exported_run_goes_on_and_replaces_only_its_own_export(shell) -> None
     (shell.folder / "hf/notes.txt").write_text("mine")
     refused = shell.type(f"{typed} --out runs/ids training.steps=4", code=2)
     assert "export.hugging_face" in refused.errors
+
+
+def test_a_memory_verdict_names_a_change_that_helps(shell) -> None:
+    (shell.folder / "large.yaml").write_text(
+        "model: {preset: llama3.2-1b}\ndata: {corpus: texts, glob: '**/*.txt'}\n"
+        "training: {steps: 1, global_batch_size: 1, micro_batch_size: 1, sequence_length: 4096}\n"
+    )
+    said = shell.type("mt-train memory large.yaml").output.splitlines()
+    assert "not in 24" in said[-2]
+    advice = re.search(r"For 24 GB: (training\.recompute=\w+) needs ([\d.]+) GiB", said[-1])
+    followed = shell.type(f"mt-train memory large.yaml {advice[1]}").output
+    assert f"The largest rank needs {advice[2]} GiB: fits in 24" in followed
+
+
+STEPS = [2, pytest.param(20, marks=pytest.mark.campaign)]
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_published_model_is_tuned_and_exported(shell, published_model, steps) -> None:
+    page = (ROOT / "docs/published-model.md").read_text()
+    (shell.folder / "tuned.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    (shell.folder / "models").mkdir()
+    (shell.folder / "models/smollm2").symlink_to(published_model)
+    shutil.copytree(ROOT / "docs/decisions", shell.folder / "docs")
+    small = "" if steps == 20 else "training.global_batch_size=2 training.sequence_length=32 "
+    shell.type(f"mt-train run tuned.yaml {small}training.steps={steps} --out runs/tuned")
+    losses = shell.losses("runs/tuned")
+    assert max(losses) == steps
+    assert steps == 2 or losses[20] < losses[1]
+    for name in ("generation_config.json", "chat_template.jinja"):
+        exported = shell.folder / "models/tuned" / name
+        assert exported.read_bytes() == (published_model / name).read_bytes()
+    prompt = "--prompt 'The capital of France is' --max-tokens 6 --greedy"
+    assert "Paris" in shell.type(f"mt-infer generate models/tuned {prompt}").output
+
+
+def test_an_own_mixer_trains_on_two_ranks_resumes_and_generates(shell, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(shell.folder / "home"))  # where plugins that ran are noted
+    for name in ("my_mixer.py", "my_mixer.yaml"):
+        shutil.copy(ROOT / "packages/mt-train/examples" / name, shell.folder)
+    run = f"mt-train run my_mixer.yaml {OWN} parallel.tp=2 --nproc 2 --out runs/mine"
+    shell.type(f"{run} training.steps=2")
+    assert "continuing from" in shell.type(f"{run} training.steps=3").output
+    assert sorted(shell.losses("runs/mine")) == [1, 2, 3]
+    shell.type("mt-infer generate runs/mine --prompt 'old house' --max-tokens 4 --greedy")
+    memory = shell.type(f"mt-train memory my_mixer.yaml {OWN} parallel.tp=2")
+    assert "mixer.up" in memory.output
+    with (shell.folder / "my_mixer.py").open("a") as file:
+        file.write("# changed\n")
+    refused = shell.type("mt-infer generate runs/mine --prompt 'old house'", code=1)
+    assert "my_mixer.py has changed" in refused.errors
+
+
+def test_where_a_step_goes(shell) -> None:
+    shell.type(f"mt-train run my.yaml {OWN} 'training.profile={{steps: [2, 3]}}' --out runs/mine")
+    said = shell.type("mt-train profile runs/mine/profile/rank_0_steps_2_to_3.json")
+    assert said.output.startswith("2 steps, ")
+    for section in ("forward", "backward", "optimizer", "aten::"):
+        assert section in said.output
+    wrong = shell.type("mt-train profile runs/mine/config.yaml", code=1)
+    assert "config.yaml" in wrong.errors
+
+
+def test_torchrun_starts_a_killed_rank_again(shell) -> None:
+    run = f"-m mt_train run my.yaml {OWN} parallel.tp=2 training.steps=60 checkpoint.every=5"
+    start = "torchrun --standalone --max-restarts 1 --nproc-per-node 2 --monitor-interval 0.1"
+    with shell.start(f"{start} {run} --out runs/mine") as process:
+        shell.wait_for_step(process, "runs/mine", 10)
+        os.kill(json.loads((shell.folder / "runs/mine/.lock").read_text())["pid"], signal.SIGKILL)
+        output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "continuing from" in output
+    assert sorted(shell.losses("runs/mine")) == list(range(1, 61))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, programs) -> Path:
+    """The folder of Hugging Face of a run of a few steps."""
+    shell = Shell(folder=tmp_path_factory.mktemp("exported"), programs=programs.folder)
+    (shell.folder / "my.yaml").write_text(MODEL)
+    (shell.folder / "texts").mkdir()
+    (shell.folder / "texts/0.txt").write_text(text(0))
+    shell.type(f"mt-train run my.yaml {OWN} export.hugging_face=hf")
+    return shell.folder / "hf"
+
+
+def test_an_id_of_the_hub_without_a_network(shell, exported, monkeypatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(shell.folder / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    generate = "mt-infer generate acme/tiny --prompt 'old house' --max-tokens 4 --greedy"
+    train = f"mt-train run my.yaml {OWN} 'model={{from: acme/tiny}}' training.steps=2"
+    for typed in (generate, "mt-hf verify acme/tiny", "mt-hf import acme/tiny runs/tiny"):
+        said = shell.type(typed, code=2)
+        assert "hf download acme/tiny" in said.errors
+        assert said.errors.count("\n") == 1
+    assert "hf download acme/tiny" in shell.type(train, code=2).errors
+    own = shell.folder / "cache/models--acme--tiny"
+    shutil.copytree(exported, own / "snapshots/0123abc")
+    (own / "refs").mkdir()
+    (own / "refs/main").write_text("0123abc")
+    assert len(shell.type(generate).output.strip()) > 3
+    shell.type(train)
+    shell.type(f"mt-train run my.yaml {OWN} distillation.teacher=acme/tiny --out runs/taught")
+
+
+def test_a_folder_with_nan_is_named_by_tensor_and_file(shell, exported) -> None:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(exported, shell.folder / "hf")
+    path = shell.folder / "hf/model.safetensors"
+    tensors, name = load_file(path), "model.layers.1.mlp.up_proj.weight"
+    tensors[name][0, 3] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    for typed, code in (
+        ("mt-infer generate hf --prompt 'old house'", 1),
+        ("mt-hf import hf runs/hf", 1),
+        ("mt-infer quantize hf low --recipe int8", 1),
+        (f"mt-train run my.yaml {OWN} 'model={{from: hf}}'", 1),
+    ):
+        said = shell.type(typed, code=code)
+        assert name in said.errors
+        assert "model.safetensors" in said.errors
+
+
+@pytest.mark.parametrize("tool", ["compressed-tensors", "modelopt"])
+def test_a_folder_that_another_tool_quantised(shell, exported, tool) -> None:
+    write = {"compressed-tensors": packed_int4, "modelopt": modelopt_fp8}[tool]
+    tensors = write_low(exported, shell.folder / "low", write)
+    generate = "--prompt 'old house' --max-tokens 8 --greedy"
+    said = shell.type(f"mt-infer generate low {generate}")
+    if tool == "compressed-tensors":  # rounds weights alone, so a plain model has the same values
+        assert said.output == shell.type(f"mt-infer generate low-plain {generate}").output
+    assert len(said.output.strip()) > 3
+    refused = shell.type(f"mt-train run my.yaml {OWN} 'model={{from: low}}'", code=2)
+    assert "low" in refused.errors
+    lost = next(name for name in tensors if name.endswith("o_proj.weight_scale"))
+    save_tensors({n: t for n, t in tensors.items() if n != lost}, shell.folder / "low")
+    assert lost in shell.type(f"mt-infer generate low {generate}", code=1).errors
+
+
+def save_tensors(tensors, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def write_low(folder: Path, out: Path, write):
+    """Write a quantised copy of a folder, and `out-plain` with the same values; no code of ours."""
+    from safetensors.torch import load_file
+
+    plain, low = load_file(folder / "model.safetensors"), {}
+    for name, weight in plain.items():
+        if name.endswith("_proj.weight"):
+            made, config, plain[name] = write(weight)
+            low |= {name.removesuffix("weight") + part: value for part, value in made.items()}
+        else:
+            low[name] = weight
+    for target, tensors in ((out, low), (Path(f"{out}-plain"), plain)):
+        shutil.copytree(folder, target)
+        save_tensors(tensors, target)
+    described = json.loads((out / "config.json").read_text())
+    described["quantization_config"] = {**config, "ignore": ["lm_head"]}
+    (out / "config.json").write_text(json.dumps(described))
+    return low
+
+
+def packed_int4(weight):
+    """Round to 4 bits in groups of 16 inputs, eight codes in an int32, as llm-compressor writes."""
+    import torch
+
+    groups = weight.unflatten(1, (-1, 16))
+    scale = groups.abs().amax(-1, keepdim=True) / 7
+    codes = (groups / scale).round().clamp(-8, 7)
+    places = 4 * torch.arange(8)
+    packed = ((codes.flatten(1).long() + 8).unflatten(1, (-1, 8)) << places).sum(-1)
+    parts = {
+        "weight_packed": packed.to(torch.uint32).view(torch.int32),
+        "weight_scale": scale.squeeze(-1).contiguous(),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    rule = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 16}
+    group = {"targets": ["Linear"], "weights": rule, "input_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return parts, config | {"config_groups": {"group_0": group}}, (codes * scale).flatten(1)
+
+
+def modelopt_fp8(weight):
+    """Round to FP8 with one scale, and one for the inputs, as NVIDIA's ModelOpt writes."""
+    import torch
+
+    scale = weight.abs().amax() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    parts = {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.05)}
+    return parts, {"quant_method": "modelopt", "quant_algo": "FP8"}, codes.float() * scale
 
 
 def write_tokens(prefix: Path, *, documents: int, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from family_row import ROWS
 from mt_ckpt import RunFolder, inspect_checkpoint, param_shards, save_checkpoint
-from mt_data import train_tokenizer
+from mt_data import load_tokenizer, train_tokenizer
 from mt_files import to_plain
 from mt_hf import (
     ExchangeError,
@@ -77,6 +77,29 @@ def test_import_and_export_give_the_bytes_back(original, tmp_path, capsys):
         for name in ("config.json", "tokenizer.json"):
             assert (out / name).read_bytes() == (original / name).read_bytes()
     assert "layers" in capsys.readouterr().out
+
+
+def test_an_export_ends_texts_where_the_run_does(original, tmp_path):
+    from transformers import AutoTokenizer, GenerationConfig
+
+    folder = Path(shutil.copytree(original, tmp_path / "folder"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3, "max_length": 5}')
+    import_pretrained(folder, tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
+    eod = load_tokenizer(run.tokenizer).eod_id
+    export_checkpoint(run.path, tmp_path / "out")
+    told = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (told.eos_token_id, told.max_length) == ([eod, 3], 5)
+    shutil.rmtree(run.hugging_face)  # as in a run that began with no folder
+    export_checkpoint(run.path, tmp_path / "bare")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "bare" / name).read_text())["eos_token_id"] == eod
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bare")
+    assert tokenizer.eos_token_id == eod
+    assert tokenizer("some text").input_ids == load_tokenizer(run.tokenizer).encode("some text")
+    train_tokenizer(["another text, another"], 259).save(run.tokenizer)
+    with pytest.raises(ExchangeError, match="not the tokenizer"):
+        export_checkpoint(run.path, tmp_path / "other")
 
 
 def test_biases_of_experts_stay_wide_and_are_in_no_average(tmp_path):

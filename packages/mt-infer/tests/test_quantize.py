@@ -296,7 +296,7 @@ def test_a_recipe_of_int4_takes_groups_that_divide_and_says_so(
     assert {layer.format.group for layer in layers} - {"channel"} == {group}
     eod = load_tokenizer(tmp_path / "low/tokenizer.json").eod_id
     told = json.loads((tmp_path / "low/generation_config.json").read_text())
-    assert told == {"eos_token_id": [eod]}  # transformers ends texts there too
+    assert told == {"eos_token_id": eod}  # transformers ends texts there too
 
 
 def test_activations_that_are_no_numbers_are_one_message(command, text, tmp_path) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from mt_ckpt import RunFolder, inspect_checkpoint
 from mt_data import Tokenizer
 from mt_files import read_text
-from mt_hf import Pretrained, quantize_for_folder, save_pretrained
+from mt_hf import Pretrained, files_beside, quantize_for_folder, save_pretrained
 from mt_model import DTYPES, GPT
 from mt_quant import CalibrationError, Progress, QuantizationConfig
 from torch import Tensor
@@ -145,15 +144,5 @@ def _beside(run: Run) -> tuple[Path | None, dict[str, bytes]]:
     if isinstance(run.source, Pretrained):
         return run.folder, {}
     origin = RunFolder(run.folder).hugging_face
-    if origin.is_dir():
-        return origin, {}
-    content = run.tokenizer.to_bytes()
-    files = {"generation_config.json": _json({"eos_token_id": sorted(run.ends)})}
-    if not content.lstrip().startswith(b"{"):
-        return None, files | {"tokenizer.model": content}
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": run.tokenizer.eod_token}
-    return None, files | {"tokenizer.json": content, "tokenizer_config.json": _json(told)}
-
-
-def _json(content: Mapping[str, object]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()
+    like = origin if origin.is_dir() else None
+    return like, files_beside(run.tokenizer, like)

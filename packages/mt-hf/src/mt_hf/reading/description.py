@@ -17,6 +17,7 @@ from mt_hf.reading.files import (
     CARRIED,
     CONFIG,
     MAX_JSON,
+    TOKENIZERS,
     WEIGHTS,
     copy_into,
     read_config,
@@ -28,7 +29,6 @@ from mt_hf.reading.registry import family_of
 
 _LOG = logging.getLogger("mt_hf")
 _SHOWN = 5  # fields in a message
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Description:
     def tokenizer(self) -> Path | None:
         """Path of the tokenizer's file; None without a tokenizer."""
         return next(
-            (path for path in map(self.folder.joinpath, _TOKENIZERS) if path.exists()), None
+            (path for path in map(self.folder.joinpath, TOKENIZERS) if path.exists()), None
         )
 
     @property

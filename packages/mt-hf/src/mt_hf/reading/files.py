@@ -11,6 +11,7 @@ from mt_files import open_file, read_json, writing
 from mt_hf.family.error import ExchangeError
 
 CONFIG = "config.json"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model")
 # Files that do not describe the weights.
 CARRIED = (
     "generation_config.json",

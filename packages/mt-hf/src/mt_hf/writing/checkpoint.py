@@ -5,7 +5,9 @@ It needs mt-ckpt and mt-data, from the extra `mt-hf[cli]`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,8 @@ from mt_hf.family.error import ExchangeError
 from mt_hf.reading.files import read_config
 from mt_hf.reading.finite import check_finite
 from mt_hf.reading.pretrained import Pretrained, open_pretrained, stored_dtype
-from mt_hf.writing.export import FILE_SIZE, plan_export
+from mt_hf.writing.beside import files_beside, ids_of
+from mt_hf.writing.export import FILE_SIZE, Export, plan_export
 from mt_hf.writing.files import check_free, new_folder
 
 if TYPE_CHECKING:
@@ -79,6 +82,9 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint of any layout as a folder for transformers, tensor by tensor.
 
+    A run's tokenizer and its end-of-document token are written too, so that `generate` of
+    transformers ends a text where mt-infer does.
+
     Args:
         checkpoint: A run folder, its folder of checkpoints, or a step directory.
         folder: The folder to make; it must not exist, or be empty.
@@ -91,8 +97,8 @@ def export_checkpoint(
         file_size: Largest size of a file's tensors, in bytes.
 
     Raises:
-        ExchangeError: The model is of no known family, or not of this one, or `folder` exists.
-            Nothing was written.
+        ExchangeError: The model is of no known family, or not of this one; the run's tokenizer is
+            another than the trained one; or `folder` exists. Nothing was written.
         CheckpointError: The checkpoint is damaged, or holds no model.
         FileError: A file can't be read or written.
     """
@@ -104,7 +110,8 @@ def export_checkpoint(
         like = run.hugging_face
     prefix = RunFolder.EMA if ema else RunFolder.WEIGHTS
     with open_arrays(source) as arrays:
-        config = StackConfig.from_dict(arrays.manifest.metadata_as(SavedModel).model)
+        saved = arrays.manifest.metadata_as(SavedModel)
+        config = StackConfig.from_dict(saved.model)
         told = None if like is None else stored_dtype(read_config(Path(like)))
         stored = _stored(arrays, prefix)
         if not stored:
@@ -119,6 +126,8 @@ def export_checkpoint(
             dtypes={**_stored(arrays, RunFolder.WEIGHTS), **stored},
             file_size=file_size,
         )
+        if saved.tokenizer is not None and run.tokenizer.is_file():
+            export = _ended(export, run.tokenizer, saved.tokenizer, like)
 
         def fill(name: str, into: Tensor) -> None:
             for link in export.links[name]:
@@ -129,6 +138,24 @@ def export_checkpoint(
                 _fill(arrays, f"{place}/{link.target}", window, shape, starts)
 
         export.write(Path(folder), fill)
+
+
+def _ended(export: Export, path: Path, saved: SavedTokenizer, like: str | Path | None) -> Export:
+    """Add a run's tokenizer and end token to an export."""
+    from mt_data import load_tokenizer
+
+    tokenizer = load_tokenizer(path, eod=saved.eod)
+    if tokenizer.sha256 != saved.sha256:
+        raise ExchangeError(
+            f"{path} is not the tokenizer with which the model was trained: its sha256 is "
+            f"{tokenizer.sha256[:12]}..., the checkpoint's {saved.sha256[:12]}...; put that there"
+        )
+    content = export.content
+    if like is None and isinstance(content, str):
+        ends = {"eos_token_id": ids_of(frozenset({tokenizer.eod_id}))}
+        content = json.dumps({**json.loads(content), **ends}, indent=2) + "\n"
+    beside = files_beside(tokenizer, None if like is None else Path(like))
+    return replace(export, content=content, beside=beside)
 
 
 def _fill(

@@ -1,0 +1,60 @@
+"""Files beside the weights, with which transformers reads and ends texts as a run does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mt_files import read_json
+
+from mt_hf.reading.end_tokens import GENERATION, read_end_tokens
+from mt_hf.reading.files import MAX_JSON, TOKENIZERS, infinity, root_of
+
+if TYPE_CHECKING:
+    from mt_data import Tokenizer
+
+
+def files_beside(tokenizer: Tokenizer, like: Path | None) -> dict[str, bytes]:
+    """Return files that replace or complete those of `like`, for a model trained with a tokenizer.
+
+    A text ends at the tokenizer's end-of-document token and at the end tokens of `like`; both stand
+    in generation_config.json. The tokenizer is written unless `like` has one.
+
+    Args:
+        tokenizer: Tokenizer of the training.
+        like: Folder whose files are copied; None for none.
+
+    Returns:
+        The content of the files by name.
+
+    Raises:
+        ExchangeError: `eos_token_id` of `like` holds no ids.
+        FileError: A file of `like` can't be read.
+    """
+    files: dict[str, bytes] = {}
+    known = frozenset[int]() if like is None else read_end_tokens(like)
+    ends = known | {tokenizer.eod_id}
+    if ends != known:
+        path = None if like is None else like / GENERATION
+        given: Any = {}
+        if path is not None and path.exists():
+            given = read_json(path, limit=MAX_JSON, within=root_of(path.parent), constant=infinity)
+        files[GENERATION] = _json({**given, "eos_token_id": ids_of(ends)})
+    if like is not None and any((like / name).exists() for name in TOKENIZERS):
+        return files
+    content = tokenizer.to_bytes()
+    if tokenizer.suffix != ".json":
+        return files | {"tokenizer.model": content}
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
+    return files | {"tokenizer.json": content, "tokenizer_config.json": _json(told)}
+
+
+def ids_of(ends: frozenset[int]) -> int | list[int]:
+    """Return end tokens as `eos_token_id` states them: one id, or a sorted list."""
+    return next(iter(ends)) if len(ends) == 1 else sorted(ends)
+
+
+def _json(content: Mapping[str, object]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
