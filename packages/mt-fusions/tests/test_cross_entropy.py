@@ -1,5 +1,7 @@
 """Cross entropy: every kernel against fp64 and torch, split over ranks, and its manners."""
 
+import contextlib
+
 import mt_fusions
 import pytest
 import torch
@@ -219,6 +221,27 @@ def test_a_block_of_logits_becomes_the_gradient_of_its_losses(kernel, dtype):
     loss_of.gradient_(later, slice(0, 6), losses, grad)
     (grad64,) = torch.autograd.grad(expected, leaf, grad.double())
     assert_close(later * counted, grad64, dtype)
+
+
+def test_logits_without_data_are_not_cut_into_parts_for_the_cache(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    sizes, whole = [], mt_fusions.LogitLoss._losses_of_part_
+    monkeypatch.setattr(
+        mt_fusions.LogitLoss,
+        "_losses_of_part_",
+        lambda self, part, *given, **how: (
+            sizes.append(len(part)) or whole(self, part, *given, **how)
+        ),
+    )
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            x, labels = torch.ones(64, 1 << 16), torch.zeros(64, dtype=torch.long)
+            loss_of = mt_fusions.LogitLoss(
+                labels, x, 1 << 16, mt_fusions.LossOptions(kernel="torch")
+            )
+            loss_of.losses_(x, slice(0, 64), wants_grad=True)
+    assert sizes == [16] * 4 + [64]
 
 
 # opcheck itself asks leaves that it has copied for their gradients.

@@ -299,12 +299,14 @@ def test_a_recipe_of_int4_takes_groups_that_divide_and_says_so(
     assert told == {"eos_token_id": eod}  # transformers ends texts there too
 
 
-def test_activations_that_are_no_numbers_are_one_message(command, text, tmp_path) -> None:
+def test_weights_that_are_no_numbers_are_named_by_array(command, text, tmp_path) -> None:
     run = save_run(tmp_path / "run", lambda model: model.embedding.weight.fill_(torch.nan))
     (tmp_path / "rules.yaml").write_text(RULES)
     options = ("--config", tmp_path / "rules.yaml", "--calibration", text)
     code, out, err = command(run, tmp_path / "low", *options)
     assert (code, out) == (1, "")
+    assert "step_" in err
+    assert "model/embedding.weight" in err
     assert "finite" in err
     assert not (tmp_path / "low").exists()
 

@@ -37,6 +37,7 @@ def test_overrides_stand_anywhere_among_the_options() -> None:
     given = ["run", "my.yaml", "a.b=1", "--out", "c.d=2", "training.steps=2", "--nproc=2", "e.f=-1"]
     words = ["run", "my.yaml", "a.b=1", "training.steps=2", "e.f=-1"]
     assert _options_last(given) == [*words, "--out", "c.d=2", "--nproc=2"]
+    assert _options_last(["run", "--download", "a.b=1"]) == ["run", "a.b=1", "--download"]
     assert _options_last(["run", "--help", "a.b=1"]) == ["run", "--help", "a.b=1"]
 
 

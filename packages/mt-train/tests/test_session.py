@@ -326,7 +326,7 @@ def test_a_poisoned_checkpoint_names_an_older_step(tiny, tmp_path, monkeypatch) 
         original = saving.save
         patch.setattr(saving, "save", lambda t, *a: (trainers.append(t), original(t, *a))[1])
         tiny.run(tmp_path, "checkpoint.every=1", on_event=poison)
-    with pytest.raises(ResumeError, match="not all finite") as caught:
+    with pytest.raises(ResumeError, match=r"model/embedding\.weight") as caught:
         tiny.run(tmp_path, "training.steps=6")
     assert "step_00000003 is the newest older step" in str(caught.value)
     (tmp_path / "checkpoints" / "latest").write_text("step_00000003\n")

@@ -257,7 +257,7 @@ def load_run(
     Raises:
         KernelError: The named kernel does not serve.
         RunError: The folder is neither, has no committed checkpoint, its parts don't fit, or the
-            run kept no average.
+            run kept no average, or weights are not finite.
         CheckpointError: The step does not exist, or is damaged.
         ExchangeError: The folder of Hugging Face is unsupported or damaged.
         DataError: The tokenizer is invalid.
@@ -340,3 +340,10 @@ def fill_weights(model: GPT, run: Run, state: ParallelState, *, ema: bool = Fals
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
     ignore = (*unused, f"{wanted}/mtp.")
     load_checkpoint(run.source, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
+    for shard in shards:
+        if shard.tensor.numel() and not all(map(torch.isfinite, shard.tensor.aminmax())):
+            kind = str(shard.tensor.dtype).removeprefix("torch.")
+            raise RunError(
+                f"{run.source}: array {shard.name} has values that are not finite in {kind}; use "
+                "another --step, or a wider --dtype"
+            )

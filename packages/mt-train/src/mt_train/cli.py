@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mt_train.session.run import Outcome
 
 _BAD_CONFIG = 2
+_DOWNLOAD = "--download"
 _STOPPED = os.EX_TEMPFAIL  # 75: the same command continues
 
 
@@ -39,6 +40,14 @@ class _OfFile:
     """The run's YAML file."""
     overrides: _Overrides = field(default_factory=list)
     """Changes such as parallel.tp=2 training.steps=100, anywhere on the line."""
+    download: bool = False
+    """Download models of the Hugging Face hub that are not in its local cache."""
+
+    def load(self) -> LoadedConfig:
+        """Read and check the file with its changes."""
+        from mt_train.config.loading import load_config
+
+        return load_config(self.config, self.overrides, download=self.download)
 
 
 @dataclass(kw_only=True)
@@ -187,7 +196,7 @@ def _parse(arguments: list[str]) -> _Command:
 
 
 def _options_last(arguments: list[str]) -> list[str]:
-    """Move options, each of which takes a value, behind the words; help stays in front."""
+    """Move options behind the words; all but --download take a value. Help stays in front."""
     words: list[str] = []
     options: list[str] = []
     rest = iter(arguments)
@@ -198,22 +207,21 @@ def _options_last(arguments: list[str]) -> list[str]:
             words.append(argument)
             continue
         options.append(argument)
-        if "=" not in argument:
+        if "=" not in argument and argument not in (_DOWNLOAD, "--no-download"):
             options += itertools.islice(rest, 1)
     return words + options
 
 
 def _config(command: Config) -> str:
-    from mt_train.config.loading import load_config, to_yaml
+    from mt_train.config.loading import to_yaml
 
-    return to_yaml(load_config(command.config, command.overrides).resolved())
+    return to_yaml(command.load().resolved())
 
 
 def _memory(command: Memory) -> str:
-    from mt_train.config.loading import load_config
     from mt_train.memory import count, table
 
-    loaded = load_config(command.config, command.overrides)
+    loaded = command.load()
     return table(loaded, count(loaded))
 
 
@@ -282,14 +290,13 @@ def _as_rank(work: Callable[[], Outcome], env: DistributedEnv) -> int:
 
 
 def _run(command: Run, arguments: list[str]) -> int:
-    from mt_train.config.loading import load_config
-
-    loaded = load_config(command.config, command.overrides)
+    loaded = command.load()
     out = _run_folder(command.config) if command.out is None else _folder(command.out)
     with quick_imports():
         env, launches = _place(command.nproc)
-    if launches:
-        return _launch(loaded, arguments, command.nproc)
+    if launches:  # what is downloaded is in the cache now
+        given = [each for each in arguments if each != _DOWNLOAD]
+        return _launch(loaded, given, command.nproc)
     from mt_train.session.run import run
 
     return _as_rank(lambda: run(loaded, env, out), env)

@@ -88,9 +88,10 @@ class LogitLoss:
         """
         size = max(1, len(logits))
         in_cache = self._kernel.softmax and logits.device.type == "cpu" and self.group is None
-        if in_cache and not torch.compiler.is_compiling():
+        if in_cache and type(logits) is Tensor and not torch.compiler.is_compiling():
             # The softmax takes fewer rows at a time than the products that made the logits. With a
-            # group, each part would wait for all-reduces of its own.
+            # group, each part would wait for all-reduces of its own. Fake tensors have no cache,
+            # and thousands of parts would take minutes to count.
             size = max(16, _CACHED // logits.shape[1])
         parts = [
             self._losses_of_part_(logits[i : i + size], rows.start + i, wants_grad=wants_grad)

@@ -50,9 +50,7 @@ class Description:
     @property
     def tokenizer(self) -> Path | None:
         """Path of the tokenizer's file; None without a tokenizer."""
-        return next(
-            (path for path in map(self.folder.joinpath, TOKENIZERS) if path.exists()), None
-        )
+        return next((path for path in map(self.folder.joinpath, TOKENIZERS) if path.exists()), None)
 
     @property
     def eos_token(self) -> str | None:

@@ -18,9 +18,9 @@ class DistillationSection:
     data-parallel rank, and learns nothing.
 
     Attributes:
-        teacher: Folder of the teacher: a run, one of its steps, or Hugging Face transformers, with
-            the model's vocabulary. For a model that trains with rounding (`quantization`) the
-            teacher is usually the folder it starts from.
+        teacher: Folder of the teacher: a run, one of its steps, or Hugging Face transformers, or an
+            id of the Hugging Face hub, with the model's vocabulary. For a model that trains with
+            rounding (`quantization`) the teacher is usually the folder it starts from.
         weight: Weight of the loss `distillation`.
         lm_weight: Weight of the language model's own loss; with 0 the model learns from the teacher
             alone.

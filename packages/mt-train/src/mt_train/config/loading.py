@@ -212,7 +212,9 @@ def _problem(document: Document, path: str, text: str) -> FieldProblem:
     return FieldProblem(path, hinted(path, text), document.place(path))
 
 
-def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
+def load_config(
+    path: Path, overrides: list[str] | None = None, *, download: bool = False
+) -> LoadedConfig:
     """Read, override and check a run configuration.
 
     Paths in the file are relative to its folder, paths in overrides to the working directory.
@@ -220,6 +222,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     Args:
         path: The YAML file.
         overrides: `section.key=value` strings, applied over the file.
+        download: Whether to download models of the Hugging Face hub that are not in the cache.
 
     Raises:
         ConfigError: All problems in one pass.
@@ -227,7 +230,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
     document = read_document(path)
     apply_overrides(document, overrides or [])
     problems: list[FieldProblem] = []
-    paths = _Paths(document, path.parent, problems)
+    paths = _Paths(document, path.parent, problems, download=download)
     # First, as the kinds of layers that the file names have to be known.
     plugins = paths.plugins(document.root.get("plugins"))
     bound: Bound[RunConfig] = bind(RunConfig, document.root)
@@ -262,8 +265,11 @@ def load_config(path: Path, overrides: list[str] | None = None) -> LoadedConfig:
 class _Paths:
     """Makes the paths of sections absolute, and notes those that do not exist."""
 
-    def __init__(self, document: Document, folder: Path, problems: list[FieldProblem]) -> None:
+    def __init__(
+        self, document: Document, folder: Path, problems: list[FieldProblem], *, download: bool
+    ) -> None:
         self._document, self._folder, self._problems = document, folder.absolute(), problems
+        self._download = download
 
     def plugins(self, names: Any) -> dict[str, str]:
         """Execute the files with the user's own kinds of layers; return their digests by path."""
@@ -294,7 +300,7 @@ class _Paths:
 
     def pretrained(self, model: Any, data: Any) -> dict[str, Any]:
         """Resolve the folder that the model is of, and take its tokenizer where none is named."""
-        folder = self._model_folder(model.from_)
+        folder = self._model_folder("model.from", model.from_)
         sections: dict[str, Any] = {"model": dataclasses.replace(model, from_=folder)}
         if any(problem.path == "model.from" for problem in self._problems):
             return sections
@@ -316,17 +322,17 @@ class _Paths:
             )
         return sections
 
-    def _model_folder(self, named: str) -> str:
+    def _model_folder(self, field: str, named: str) -> str:
         """Resolve a path, or the id of a model in the local cache of the Hugging Face hub."""
         before = len(self._problems)
-        folder = self._resolve("model.from", named)
+        folder = self._resolve(field, named)
         if len(self._problems) == before or not is_hub_id(named):
             return folder
         missing = self._problems.pop().text
         try:
-            return str(find_folder(named))
+            return str(find_folder(named, download=self._download))
         except (ExchangeError, FileError) as error:
-            self._add("model.from", f"{missing}; {error}")
+            self._add(field, f"{missing}; {error}")
             return folder
 
     def check_offload(self, optimizer: OptimizerSection) -> None:
@@ -338,11 +344,15 @@ class _Paths:
 
     def resolved(self, name: str, section: Any) -> Any:
         """Return a section with the paths of its `path_field`s absolute."""
-        paths = {
-            item.name: self._resolve(f"{name}.{item.name}", value, item.metadata[PATH])
-            for item in dataclasses.fields(section)
-            if PATH in item.metadata and (value := getattr(section, item.name)) is not None
-        }
+        paths = {}
+        for item in dataclasses.fields(section):
+            value, field = getattr(section, item.name), f"{name}.{item.name}"
+            if PATH not in item.metadata or value is None:
+                continue
+            if field == "distillation.teacher":
+                paths[item.name] = self._model_folder(field, value)
+            else:
+                paths[item.name] = self._resolve(field, value, item.metadata[PATH])
         return dataclasses.replace(section, **paths) if paths else section
 
     def _check_glob(self, folder: Path, glob: str) -> None:

@@ -73,10 +73,10 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun | None, *, weights_only: 
         CheckpointError: The checkpoint is damaged, or lacks tensors.
     """
     _load(trainer, path, weights_only=weights_only)
-    if not _is_finite(trainer):
+    if damaged := _damaged(trainer, path):
         raise ResumeError(
-            f"{path}: its weights are not all finite, so training can't go on from them; "
-            + way_back(trainer, path)
+            f"{path}: values of {', '.join(damaged[:3])}, or moments, are not finite, so training "
+            f"can't go on from them; {way_back(trainer, path)}"
         )
     if not weights_only and saved is not None:
         trainer.optimizer.inner.step_count = saved.progress.updates
@@ -94,8 +94,8 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
         vocab_multiple: Multiple that the trainer's vocabulary is padded to.
 
     Raises:
-        ExchangeError: Tensors are missing, not expected or of another shape, or a file is damaged.
-        ResumeError: The weights are not finite.
+        ExchangeError: Tensors are missing, not expected, of another shape or not finite, or a
+            file is damaged.
     """
     found = open_pretrained(folder).padded(vocab_multiple)
     tensors = _tensors(trainer, moments=False)
@@ -105,8 +105,6 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
         found.fill(name, shard.tensor, shard.offsets)
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
     trainer.weights_loaded()
-    if not _is_finite(trainer):
-        raise ResumeError(f"{folder}: its weights are not all finite; download or copy it again")
 
 
 def way_back(trainer: Trainer, path: Path) -> str:
@@ -172,6 +170,14 @@ def _take_weights(
 
 def _is_finite(trainer: Trainer) -> bool:
     return summed(trainer.state, len(trainer.optimizer.inner.non_finite()))[0] == 0
+
+
+def _damaged(trainer: Trainer, path: Path) -> list[str]:
+    """Name the weights that are not finite, or whose moments are not, on any rank."""
+    own, prefix = set(trainer.optimizer.inner.non_finite()), f"{RunFolder.WEIGHTS}/"
+    names = sorted(n for n in inspect_checkpoint(path).arrays if n.startswith(prefix))
+    numbers = summed(trainer.state, *(name.removeprefix(prefix) in own for name in names))
+    return [name for name, number in zip(names, numbers, strict=True) if number]
 
 
 def _tensors(trainer: Trainer, *, moments: bool) -> dict[str, dict[str, torch.Tensor]]:
