@@ -263,9 +263,8 @@ def test_an_exported_run_goes_on_and_replaces_only_its_own_export(shell) -> None
 
 def test_a_memory_verdict_names_a_change_that_helps(shell) -> None:
     (shell.folder / "large.yaml").write_text(
-        "model: {hidden_size: 2048, num_layers: 16, num_heads: 32, ffn_size: 8192}\n"
-        "data: {corpus: texts, glob: '**/*.txt', vocab_size: 32000}\n"
-        "training: {steps: 1, global_batch_size: 8, micro_batch_size: 8, sequence_length: 1024}\n"
+        "model: {preset: llama3.2-1b}\ndata: {corpus: texts, glob: '**/*.txt'}\n"
+        "training: {steps: 1, global_batch_size: 1, micro_batch_size: 1, sequence_length: 4096}\n"
     )
     said = shell.type("mt-train memory large.yaml").output.splitlines()
     assert "not in 24" in said[-2]
@@ -340,9 +339,10 @@ def test_where_a_step_goes(shell) -> None:
     assert "config.yaml" in wrong.errors
 
 
-def test_torchrun_starts_a_killed_rank_again(shell) -> None:
-    run = f"-m mt_train run my.yaml {OWN} parallel.tp=2 training.steps=20 checkpoint.every=2"
-    start = "torchrun --standalone --max-restarts 1 --nproc-per-node 2 --monitor-interval 0.1"
+def test_torchrun_starts_a_killed_rank_again(shell, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", f"{shell.programs}{os.pathsep}{os.environ['PATH']}")
+    run = f"mt-train run my.yaml {OWN} parallel.tp=2 training.steps=20 checkpoint.every=2"
+    start = "torchrun --no-python --standalone --max-restarts 1 --nproc-per-node 2"
     with shell.start(f"{start} {run} --out runs/mine") as process:
         shell.wait_for_step(process, "runs/mine", 4)
         os.kill(json.loads((shell.folder / "runs/mine/.lock").read_text())["pid"], signal.SIGKILL)
@@ -418,7 +418,8 @@ def test_a_folder_that_another_tool_quantised(shell, exported, tool) -> None:
     assert "quantization_config" not in (shell.folder / "tuned/config.json").read_text()
     lost = next(name for name in tensors if name.endswith("o_proj.weight_scale"))
     save_tensors({n: t for n, t in tensors.items() if n != lost}, shell.folder / "low")
-    assert lost in shell.type(f"mt-infer generate low {generate}", code=1).errors
+    damaged = shell.type(f"mt-infer generate low {generate}", code=1).errors
+    assert all(word in damaged for word in lost.rsplit(".", 1))
 
 
 def save_tensors(tensors, folder: Path) -> None:
