@@ -53,7 +53,7 @@ class Layout:
             QuantizationError: The layout is unknown.
         """
         name = config.get("quant_method")
-        if name not in LAYOUTS:
+        if not isinstance(name, str) or name not in LAYOUTS:
             raise QuantizationError(
                 f"quant_method {shorten(name)} of quantization_config is unknown. "
                 f"{did_you_mean(str(name), LAYOUTS)}"
