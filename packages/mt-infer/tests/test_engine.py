@@ -16,6 +16,7 @@ from mt_model import (
     AlibiConfig,
     DynamicScaling,
     GatedDeltaNetConfig,
+    Kernels,
     LayerConfig,
     LongropeScaling,
     Mamba2Config,
@@ -204,6 +205,28 @@ def test_a_score_is_the_models_forward() -> None:
         torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=1e-6)
     with pytest.raises(PromptError, match="65 tokens"):
         made.score([1] * 65)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_and_logprobs_have_the_bits_of_the_trainers_forward(dtype) -> None:
+    sizes, kernels = SIZES | MODELS["llama"] | {"hidden_size": 64}, Kernels(attention="invariant")
+    trained = GPT(gpt(**sizes), dtype=dtype, seed=3, kernels=kernels).eval()
+    tokens = [int(each) for each in torch.arange(40).mul(7).remainder(61)]
+    logits = trained.logits(torch.tensor([tokens]))[0, :-1].detach().float()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+    made = Engine(trained, options=EngineOptions(**WAYS["evicted"], batch_invariant=True))
+    asked = requests(random.Random(7), 8)
+    streams = [made.stream(*each) for each in asked]
+    begun = [[next(each)] for each in streams]
+    assert torch.equal(made.score(tokens), expected)
+    together = [[*first, *rest][-1].completion for first, rest in zip(begun, streams, strict=True)]
+    assert together == [made.generate(*each)[0] for each in asked]
+
+
+def test_kernels_whose_bits_depend_on_the_batch_are_refused_where_others_are_asked_for() -> None:
+    assert not engine().batch_invariant
+    with pytest.raises(ValueError, match="invariant"):
+        engine(batch_invariant=True)
 
 
 def test_prompt_logprobs_are_the_scores_beside_a_continuation() -> None:

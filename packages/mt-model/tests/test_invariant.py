@@ -81,6 +81,14 @@ def test_the_probe_finds_products_that_depend_on_the_number_of_rows():
     model.layers["1"].mixer.qkv.gemm = build("dense", kernels="auto").layers["1"].mixer.qkv.gemm
     assert "bits" in invariance_obstacle(model)
     assert "invariant" in invariance_obstacle(build("dense", kernels="auto"))
+    short = GPT(
+        gpt(
+            **SIZES | {"max_sequence_length": 15},
+            layers=[LayerConfig(mixer=GROUPED, feed_forward=MLP)],
+        ),
+        kernels=Kernels(attention="invariant"),
+    )
+    assert invariance_obstacle(short.eval()) is None
 
 
 @pytest.mark.parametrize("how", [

@@ -282,7 +282,11 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
         size = EngineOptions.block_size
         blocks = -(-min(length, run.config.max_sequence_length) // size)
         options = EngineOptions(
-            blocks=blocks, max_batch=1, kv_cache_dtype=command.kv_cache_dtype, prefix_cache=False
+            blocks=blocks,
+            max_batch=1,
+            kv_cache_dtype=command.kv_cache_dtype,
+            prefix_cache=False,
+            batch_invariant=False,  # nothing runs beside it
         )
         with same_run(run, state) as agreed:
             engine = Engine.from_run(agreed, state, options, **how)

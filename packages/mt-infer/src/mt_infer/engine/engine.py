@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mt_data import Tokenizer
-from mt_model import GPT
+from mt_model import GPT, Kernels, invariance_obstacle
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import Tensor
 
@@ -26,6 +27,8 @@ from mt_infer.engine.options import EngineOptions
 from mt_infer.loading import Run, built_model, fill_weights, open_run, same_run
 from mt_infer.sampling import Sampling
 from mt_infer.text import PromptError, TextStream, check_tokens
+
+_WORLD = "tp-cp-dp-pp"
 
 
 class Engine:
@@ -59,6 +62,8 @@ class Engine:
         self.model, self.tokenizer, self.ends = model, tokenizer, frozenset(ends)
         self.options = EngineOptions() if options is None else options
         self._run, self._state = run, state
+        if self.options.batch_invariant and (problem := _obstacle(model, state)):
+            raise ValueError(f"batch_invariant=True: {problem}; leave it out")
         vocab_size = model.config.vocab_size if run is None else run.num_tokens
         self._loop = Loop(
             model,
@@ -115,9 +120,20 @@ class Engine:
             options: Sizes and switches.
             how: `dtype`, `ema` and `kernels`; see `load_run`.
         """
-        model = built_model(run, state, **how)
+        model = None
+        if options.batch_invariant is not False:
+            kernels = replace(Kernels.of(how.get("kernels", "auto")), attention="invariant")
+            invariant: dict[str, Any] = how | {"kernels": kernels}
+            model = built_model(run, state, **invariant)
+        if model is None or (options.batch_invariant is None and _obstacle(model, state)):
+            model = built_model(run, state, **how)
         found = {"tokenizer": run.own_tokenizer, "ends": run.ends}
         return cls(model, options=options, run=run, state=state, **found)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a token has the same bits whatever else is in its pass."""
+        return self.model.shard.kernels.is_invariant
 
     def generate(
         self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
@@ -312,7 +328,7 @@ class Engine:
     def _drawn_seed(self) -> int:
         """Return a new seed, the same on all ranks."""
         seed = torch.tensor(secrets.randbits(32), device=self._loop.runner.device)
-        group = None if self._state is None else self._state.group("tp-cp-dp-pp")
+        group = None if self._state is None else self._state.group(_WORLD)
         if group is not None:
             dist.broadcast(seed, group=group, group_src=0)
         return int(seed)
@@ -322,6 +338,18 @@ class Engine:
         with self._lock:
             if not is_ready():
                 self._loop.step()
+
+
+def _obstacle(model: GPT, state: ParallelState | None) -> str | None:
+    """Say why a token's bits depend on its pass, on this rank or another; None if they don't."""
+    problem = invariance_obstacle(model)
+    group = None if state is None else state.group(_WORLD)
+    if group is not None:
+        found = torch.tensor(problem is not None, device=model.shard.device).int()
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        if found and problem is None:
+            problem = "another rank has other bits for a token in another pass"
+    return problem
 
 
 def _all_ended(answers: Sequence[Answer]) -> bool:

@@ -29,6 +29,10 @@ class EngineOptions:
         speculate: `ngram` guesses tokens from what followed the same ones before, and verifies
             several in a pass; the tokens stay the same.
         num_drafts: Largest number of guesses in a pass.
+        batch_invariant: Whether a token has the same bits whatever else is in its pass, which are
+            those of a trainer with `mt_model.Kernels(attention="invariant")`. None: where a probe
+            of the loaded model finds it so. False is quicker; a model that was built elsewhere
+            keeps its kernels.
     """
 
     blocks: int | None = None
@@ -39,6 +43,7 @@ class EngineOptions:
     prefix_cache: bool = True
     speculate: Literal["ngram"] | None = None
     num_drafts: int = 4
+    batch_invariant: bool | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
