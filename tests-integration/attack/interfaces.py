@@ -107,7 +107,6 @@ def _data(world: World) -> dict[str, Call]:
 
 
 def _schedules() -> dict[str, Call]:
-    import mt_pipeline as pipeline
     import mt_schedule as schedules
 
     schedule = schedules.make_schedule("1f1b", 2, 4)
@@ -121,7 +120,6 @@ def _schedules() -> dict[str, Call]:
         "balance_layers": (schedules.balance_layers, {"costs": [1.0, 2.0, 1.0], "stages": 2}),
         "split_layers": (schedules.split_layers, {"num_layers": 4, "stages": 2}),
         "parse_layout": (schedules.parse_layout, {"text": "Et|tL", "num_layers": 2, "stages": 2}),
-        "batch_boxes": (pipeline.batch_boxes, {"rows": 4, "copies": [[0], [1]]}),
     }
 
 

@@ -145,7 +145,10 @@ class Attention(nn.Module):
         self.total_kv_heads, self.tp_index = groups, shard.tp_index
         self.context, self.kernels = shard.context, shard.kernels
         self.rope, self.norm, self.projected = _selectors(shard.kernels)
-        self.refusal = matmul_refusal(config, shard.kernels)
+        self.refusal, self.by_onednn = (
+            matmul_refusal(config, shard.kernels),
+            isinstance(shard.gemm, OneDnnGemm),
+        )
         self.attending = attention_selectors(shard.kernels.attention)
         self.max_logits, self.can_clip = None, config.qk_norm == "none"
         self.dropout = DropoutSite(config.dropout, seed=shard.seed, layer=layer, name="scores")
@@ -171,7 +174,7 @@ class Attention(nn.Module):
             pairs = Pairs(self.causal, self.window if is_near else None, documents)
             bias = self.bias_by_distance(shared, length)
             how = {"scale": self.scale, "pairs": pairs, "bias": bias}
-            how["onednn"] = isinstance(self.qkv.gemm, OneDnnGemm)
+            how["onednn"] = self.by_onednn
             return matmul_attention(qkv, table, self._head_norm(), **how)
         query, key, value = self._heads(qkv, table, shared)
         if not shared.is_cached:

@@ -28,7 +28,7 @@ class DistillationSection:
             more.
     """
 
-    teacher: str | None = path_field("")
+    teacher: str | None = path_field("", is_model=True)
     weight: float = 1.0
     lm_weight: float = 1.0
     temperature: float = 1.0

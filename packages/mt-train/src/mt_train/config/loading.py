@@ -36,7 +36,7 @@ from mt_model import (
 )
 
 from mt_train.config.document import COMMAND_LINE, apply_overrides, read_document
-from mt_train.config.limits import PATH
+from mt_train.config.limits import MODEL, PATH
 from mt_train.config.misfits import clipped_heads, layout_misfits, objective_misfits
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
@@ -349,7 +349,7 @@ class _Paths:
             value, field = getattr(section, item.name), f"{name}.{item.name}"
             if PATH not in item.metadata or value is None:
                 continue
-            if field == "distillation.teacher":
+            if item.metadata[MODEL]:
                 paths[item.name] = self._model_folder(field, value)
             else:
                 paths[item.name] = self._resolve(field, value, item.metadata[PATH])
