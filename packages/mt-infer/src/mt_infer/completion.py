@@ -14,10 +14,10 @@ class Completion:
     """A continuation.
 
     Attributes:
-        tokens: Its tokens, without the prompt's and without a token that ended it; with those of a
-            stop text.
-        text: Their text before a stop text; None without a tokenizer.
-        end: Reason for its end: `stop` (a token or a text that ends it), `length` (the requested
+        tokens: Tokens after the prompt, without the token that ended the continuation, and with the
+            tokens of a stop text.
+        text: The text before a stop text; None without a tokenizer.
+        end: Reason for the end: `stop` (a token or a text that ends it), `length` (the requested
             number of tokens), `context` (the model's context is full), `cancel` or `deadline`.
         seed: Seed of the choice of its tokens.
         step: Step of the checkpoint that made it; None for a folder of Hugging Face.

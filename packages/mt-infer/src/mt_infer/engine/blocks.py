@@ -62,7 +62,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Let one more request hold blocks that are held or idle."""
+        """Count one more request that holds some blocks, which may be idle."""
         for block in blocks:
             self._idle.pop(block, None)
             self._references[block] += 1

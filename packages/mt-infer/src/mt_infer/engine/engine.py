@@ -206,7 +206,7 @@ class Engine:
         return torch.tensor(_whole(answer).prompt_logprobs)
 
     def stats(self) -> dict[str, int]:
-        """Return counts: of blocks and requests now, and of what has been done so far."""
+        """Return the numbers of blocks and requests now, and of passes and tokens so far."""
         scheduler, pool = self._loop.scheduler, self._loop.pool
         return {
             "blocks": pool.size,
@@ -224,12 +224,12 @@ class Engine:
         """Read a newer checkpoint of the run into the live model.
 
         Args:
-            step: Its step; None for the latest.
+            step: Step of the checkpoint; None for the latest.
             finish: Whether running requests first end with the weights that they have. Otherwise
                 they go on with the new ones, which compute all of their tokens again.
 
         Returns:
-            The step that was read.
+            The step of the checkpoint.
 
         Raises:
             ValueError: The engine was not made from a run.
@@ -244,7 +244,7 @@ class Engine:
     def update_weights(
         self, weights: Mapping[str, Tensor], *, step: int | None = None, finish: bool = True
     ) -> None:
-        """Copy parameters into the live model, such as those of a trainer in this process.
+        """Copy parameters, for example from a trainer in this process, into the live model.
 
         Args:
             weights: This rank's parts of parameters by name, of the model's shapes.
@@ -334,7 +334,7 @@ class Engine:
         return int(seed)
 
     def _advance(self, is_ready: Callable[[], bool]) -> None:
-        """Step once, unless another thread's step has done what was waited for."""
+        """Step once, unless another thread's step has made the answers ready."""
         with self._lock:
             if not is_ready():
                 self._loop.step()

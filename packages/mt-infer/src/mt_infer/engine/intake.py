@@ -1,4 +1,4 @@
-"""Requests as callers give them: prompts, parameters, and the answer that is filled."""
+"""Requests from callers: prompts and parameters are checked and become answers to fill."""
 
 from __future__ import annotations
 

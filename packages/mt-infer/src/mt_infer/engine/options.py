@@ -29,10 +29,10 @@ class EngineOptions:
         speculate: `ngram` guesses tokens from what followed the same ones before, and verifies
             several in a pass; the tokens stay the same.
         num_drafts: Largest number of guesses in a pass.
-        batch_invariant: Whether a token has the same bits whatever else is in its pass, which are
-            those of a trainer with `mt_model.Kernels(attention="invariant")`. None: where a probe
-            of the loaded model finds it so. False is quicker; a model that was built elsewhere
-            keeps its kernels.
+        batch_invariant: Whether a token has the same bits whatever else is in its pass: the bits
+            of a trainer with `mt_model.Kernels(attention="invariant")`. With None a probe of the
+            loaded model decides. False is quicker. A model that was built elsewhere keeps its
+            kernels.
     """
 
     blocks: int | None = None

@@ -27,7 +27,7 @@ def adjust(
         scores: Scores of the vocabulary.
         sampling: Parameters.
         prompt: Tokens of the prompt.
-        continuation: Tokens behind it.
+        continuation: Tokens after the prompt.
         ends: Tokens that end the continuation.
         bad: Lists of tokens that the continuation must not have.
 

@@ -13,7 +13,7 @@ class Request:
     Attributes:
         number: Order of arrival; the lower, the earlier served.
         tokens: The prompt's tokens, then the chosen ones.
-        limit: Largest number of tokens, with those of the prompt.
+        limit: Largest number of tokens, including the prompt's.
         salt: Key of what else the cached blocks depend on.
         priority: Requests of a higher priority are served first.
         deadline: Time at which it ends whatever it has, on the engine's clock.
@@ -57,7 +57,7 @@ class Part:
     Attributes:
         request: The request.
         count: Number of its tokens from `request.held` on.
-        drafts: Guesses of the tokens behind them, which the pass verifies.
+        drafts: Guesses of the next tokens, which the pass verifies.
     """
 
     request: Request
