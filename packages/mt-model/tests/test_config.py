@@ -282,6 +282,7 @@ def test_indivisible_split_names_both_and_the_nearest(changes, tp, message):
     ("changes", "message"),
     [
         ({"hidden_size": 10**30}, "num_heads|head_dim|hidden_size"),
+        ({"hidden_size": None}, "^gpt.hidden_size: missing"),
         ({"hidden_size": 1e30}, r"hidden_size: expected an integer, found 1e\+30"),
         ({"num_layers": 10**9}, "num_layers: 1000000000"),
         ({"num_layers": 20_000}, "num_layers: 20000"),

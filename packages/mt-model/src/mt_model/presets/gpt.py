@@ -189,9 +189,9 @@ class _Layers:
         return merged
 
     def _head_dim(self, num_heads: Any) -> int:
-        hidden, heads = _integer(self._said["hidden_size"]), _integer(num_heads)
+        hidden, heads = _integer(self._said.get("hidden_size")), _integer(num_heads)
         if hidden is None or heads is None:
-            return 1  # the binder says what they have to be
+            return 2  # the binder says what they have to be
         if heads < 1 or hidden % heads:
             text = f"{shorten(hidden)} does not divide by num_heads={shorten(heads)}. Choose "
             text += "num_heads that divides it, or give head_dim."
@@ -202,7 +202,7 @@ class _Layers:
         """Return the width of a feed-forward: `ffn_size`, or the usual one for the hidden size."""
         if "ffn_size" in self._said:
             return self._said["ffn_size"]
-        hidden = _integer(self._said["hidden_size"]) or 1
+        hidden = _integer(self._said.get("hidden_size")) or 1
         gated = str(feed_forward.get("gated", True)).lower() == "true"
         return -(-8 * hidden // (3 * 64)) * 64 if gated else 4 * hidden
 
