@@ -32,6 +32,7 @@ class Permutation:
     """
 
     def __init__(self, size: int, *key: int | str) -> None:
+        size = operator.index(size)
         if size < 1:
             raise DataError(f"a permutation needs at least 1 element, got size {size}")
         self.size = size

@@ -34,7 +34,10 @@ def check_record(record: object) -> None:
             _check_id(token, number)
         for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token"):
             _check_affix(f"model.{name}", model.get(name))
-    for token in record.get("added_tokens") or []:
+    added = record.get("added_tokens") or []
+    if not isinstance(added, list):
+        raise DataError(f"added_tokens is {quote(added)}; it must be a list")
+    for token in added:
         if isinstance(token, dict):
             _check_id(token.get("content"), token.get("id"))
 
