@@ -10,11 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from mt_infer import Completion, Engine, EngineOptions, LogitsError, PromptError, Sampling
+from mt_infer import (
+    Completion,
+    Engine,
+    EngineOptions,
+    LogitsError,
+    PromptError,
+    Sampling,
+    load_run,
+)
 from mt_model import (
     GPT,
     AlibiConfig,
+    AttentionConfig,
     DynamicScaling,
+    EncoderDecoder,
     GatedDeltaNetConfig,
     Kernels,
     LayerConfig,
@@ -23,6 +33,7 @@ from mt_model import (
     MLAConfig,
     MLPConfig,
     RopeConfig,
+    encoder_decoder_layers,
     gpt,
 )
 from mt_parallel_state import ParallelLayout, ParallelState
@@ -227,6 +238,30 @@ def test_kernels_whose_bits_depend_on_the_batch_are_refused_where_others_are_ask
     assert not engine().batch_invariant
     with pytest.raises(ValueError, match="invariant"):
         engine(batch_invariant=True)
+
+
+def test_a_stage_and_an_encoder_are_refused() -> None:
+    stage = GPT(gpt(**SIZES | MODELS["llama"]), layers=range(1), seed=3).eval()
+    parts = (
+        AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8, rope=RopeConfig()),
+        MLPConfig(ffn_size=48),
+    )
+    both: dict[str, Any] = {
+        "encoder_layers": 1,
+        "layers": encoder_decoder_layers(*parts, encoder=1, decoder=1),
+        "decoder_start": 1,
+    }
+    sizes = {name: size for name, size in SIZES.items() if name != "num_layers"}
+    for model in (stage, EncoderDecoder(gpt(**sizes, **both), seed=3).eval()):
+        with pytest.raises(ValueError, match="load_run"):
+            Engine(model)
+
+
+def test_a_generator_refuses_the_parameters_that_it_does_not_use(saved_run) -> None:
+    generator = load_run(saved_run, ParallelState(ParallelLayout()))
+    for how in ({"repetition_penalty": 1.2}, {"n": 2}, {"stop_token_ids": [3]}):
+        with pytest.raises(ValueError, match=next(iter(how))):
+            generator.complete("to be", Sampling(**how))
 
 
 def test_prompt_logprobs_are_the_scores_beside_a_continuation() -> None:

@@ -183,7 +183,7 @@ def test_a_copy_of_its_rows_goes_on_as_the_request_does():
         x[[30, 31]] = x[requests.blocks[0]]
     for x in pages.tensors(states=True):
         x[STATES - 2] = x[STATES - 1]
-    first, second = requests.scores(model, pages, ({0: 3, 1: 3},))
+    first, second = requests.scores(model, pages, ({0: 3}, {1: 3}))  # rows of one pass may differ
     assert torch.equal(first, second)
 
 

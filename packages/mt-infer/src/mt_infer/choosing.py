@@ -22,6 +22,16 @@ class LogitsError(UserError):
     """A row of scores from which no token can be chosen."""
 
 
+def no_token_error(position: int) -> LogitsError:
+    """Return the error of a text, the prompt included, that has no token for a position."""
+    return LogitsError(
+        f"the model's scores for token {position} of the text (the prompt's included) have NaN or "
+        "no finite maximum, so no token can be chosen; the weights are damaged, or too large for "
+        "this dtype (try --dtype fp32, or another checkpoint), or allowed_token_ids and bad_words "
+        "leave no token"
+    )
+
+
 def draw_key(seed: int, position: int) -> int:
     """Return the key of the random numbers that choose the token at a position."""
     return hash_key("mt-infer", seed, position)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import cast
 
 import torch
@@ -14,10 +14,12 @@ from mt_parallel_state import random_uniform
 from mt_quant import KVFormat
 from torch import Tensor
 
-from mt_infer.choosing import NO_TOKEN, LogitsError, draw, draw_key
+from mt_infer.choosing import NO_TOKEN, draw, draw_key, no_token_error
 from mt_infer.completion import Completion, End
 from mt_infer.sampling import Sampling
 from mt_infer.text import StopTexts, check_prompt, encode_prompt
+
+_SERVED = {"seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "max_tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +63,14 @@ class Generator:
                 `stop` and `max_tokens`.
 
         Raises:
+            ValueError: Another parameter is given, which `Engine` alone has.
             PromptError: The prompt is not valid text, fills the model's context, or has an image
                 token.
             LogitsError: The model's scores have NaN, or no finite maximum.
         """
+        for name in (each.name for each in fields(sampling)):
+            if name not in _SERVED and getattr(sampling, name) != getattr(Sampling(), name):
+                raise ValueError(f"Sampling.{name} needs an Engine; leave it out for a Generator")
         limit = self.config.max_sequence_length
         given = encode_prompt(prompt, self.tokenizer, self.config)
         tokens: list[int] = []
@@ -134,11 +140,7 @@ class Generator:
         """Return the token chosen for a position, or None if it ends the text."""
         token = int(chosen)
         if token == NO_TOKEN:
-            raise LogitsError(
-                f"the model's scores for token {position} of the text (the prompt's included) have "
-                "NaN or no finite maximum, so no token can be chosen; the weights are damaged, or "
-                "too large for this dtype: try --dtype fp32, or another checkpoint"
-            )
+            raise no_token_error(position)
         return None if token in (self.ends or (self.tokenizer.eod_id,)) else token
 
     def _choose(self, key: int | Tensor, scores: Tensor, sampling: Sampling) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from mt_data import Tokenizer
 from mt_model import GPT
 
-from mt_infer.choosing import NO_TOKEN, LogitsError
+from mt_infer.choosing import NO_TOKEN, no_token_error
 from mt_infer.completion import End
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.blocks import BlockPool
@@ -36,7 +36,7 @@ class Loop:
         step: Step of its checkpoint.
 
     Raises:
-        ValueError: The model can't take guesses back.
+        ValueError: The model is a stage or has an encoder, or can't take guesses back.
     """
 
     def __init__(
@@ -48,6 +48,11 @@ class Loop:
         tokenizer: Tokenizer | None,
         step: int | None,
     ) -> None:
+        if not (model.has_embedding and model.has_head) or model.config.encoder_layers:
+            raise ValueError(
+                "an engine serves decoders whose ranks hold all layers; load_run serves pipeline "
+                "stages and models with an encoder, one prompt at a time"
+            )
         self.runner, self.step_of_weights = Runner(model, options), step
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         lasts = not (self.runner.has_states or self.runner.by_length)
@@ -71,10 +76,6 @@ class Loop:
         self._answers: dict[Request, Answer] = {}
         self._version = 0
         self.counts = dict.fromkeys(("passes", "tokens", "drafted", "accepted"), 0)
-
-    def __bool__(self) -> bool:
-        """Whether a request has not ended."""
-        return bool(self.arriving or self.scheduler)
 
     def step(self) -> None:
         """Take new requests in, let cancelled ones go, and serve all for one pass."""
@@ -134,7 +135,8 @@ class Loop:
         end: End | None = None if answer.sampling.max_tokens or not part.is_last else "length"
         for place, token in enumerate(drawn.tokens):
             if token == NO_TOKEN:
-                answer.error, end = self._no_token(part, place), "error"
+                position = len(part.request.tokens) + place
+                answer.error, end = no_token_error(position), "error"
                 break
             if token not in answer.ends:
                 new.append(token)
@@ -154,14 +156,6 @@ class Loop:
             answer.tell(len(new))
         if part.request.held and self.runner.restarts(part.request.held, len(part.request.tokens)):
             part.request.held = 0
-
-    def _no_token(self, part: Part, place: int) -> LogitsError:
-        return LogitsError(
-            f"the model's scores for token {len(part.request.tokens) + place} of the text (the "
-            "prompt's included) have NaN or no finite maximum, so no token can be chosen; the "
-            "weights are damaged, or too large for this dtype (try --dtype fp32, or another "
-            "checkpoint), or allowed_token_ids and bad_words leave no token"
-        )
 
     def _end(self, answer: Answer, end: End, new: int = 0) -> None:
         del self._answers[answer.request]

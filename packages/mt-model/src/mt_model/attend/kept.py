@@ -39,7 +39,7 @@ class View(NamedTuple):
 
 
 class KeptAttend(ABC):
-    """Causal attention to kept tokens, those of this pass among them."""
+    """Causal attention to the kept tokens, which include those of this pass."""
 
     @property
     def is_whole(self) -> bool:

@@ -21,18 +21,17 @@ class Slots:
         starts: Place in the row of each request's first token, then the number of tokens.
         positions: Position of each token in its text; three for each with MRoPE.
         places: Place of each token's key in the pages: block * block_size + offset.
-        tables: Blocks of each request in the order of its tokens; any valid block behind them.
+        tables: Blocks of each request in the order of its tokens, filled up with any valid block.
         lengths: Number of tokens that each request holds after this pass.
         states: Row of each request's recurrent states.
         scored: Places in the row of the tokens after which scores are wanted.
-        adapters: Adapter of each request; None for none.
         memory_tables: Blocks of the encoder's tokens of each request (`EncoderDecoder.encode`);
             None without an encoder.
         memory_lengths: Number of these tokens.
 
     Shape:
         starts: [R + 1]; positions: [T] or [3, T]; places: [T]; tables: [R, P]; lengths, states,
-        adapters, memory_lengths: [R]; scored: [L]; memory_tables: [R, M].
+        memory_lengths: [R]; scored: [L]; memory_tables: [R, M].
     """
 
     starts: Tensor
@@ -42,7 +41,6 @@ class Slots:
     lengths: Tensor
     states: Tensor
     scored: Tensor
-    adapters: Tensor | None = None
     memory_tables: Tensor | None = None
     memory_lengths: Tensor | None = None
 
@@ -115,7 +113,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """Requests of a pass that have equally many new tokens.
+    """The requests of a pass with one number of new tokens.
 
     Attributes:
         slots: All requests of the pass.

@@ -19,7 +19,7 @@ def by_steps(
 
     Args:
         step: Function of one token's parts and the state; it returns the output and the state.
-        steps: Parts of the steps, as a named tuple; those of one dim are of all tokens.
+        steps: Parts of the steps, as a named tuple; a part of one dim serves all tokens.
         state: State of the tokens before.
         segments: Document numbers, as `segments_of` returns them; a new one starts from zeros.
 
