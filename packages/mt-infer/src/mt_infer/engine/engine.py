@@ -7,7 +7,6 @@ import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mt_data import Tokenizer
-from mt_model import GPT, Kernels, invariance_obstacle
+from mt_model import GPT
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import Tensor
 
@@ -24,11 +23,10 @@ from mt_infer.engine.answer import Answer
 from mt_infer.engine.intake import Intake, Prompts, as_list
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
-from mt_infer.loading import Run, built_model, fill_weights, open_run, same_run
+from mt_infer.engine.weights import WORLD, Weights, loaded_model, obstacle_of
+from mt_infer.loading import Run, open_run, same_run
 from mt_infer.sampling import Sampling
 from mt_infer.text import PromptError, TextStream, check_tokens
-
-_WORLD = "tp-cp-dp-pp"
 
 
 class Engine:
@@ -61,8 +59,8 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer, self.ends = model, tokenizer, frozenset(ends)
         self.options = EngineOptions() if options is None else options
-        self._run, self._state = run, state
-        if self.options.batch_invariant and (problem := _obstacle(model, state)):
+        self._state = state
+        if self.options.batch_invariant and (problem := obstacle_of(model, state)):
             raise ValueError(f"batch_invariant=True: {problem}; leave it out")
         vocab_size = model.config.vocab_size if run is None else run.num_tokens
         self._loop = Loop(
@@ -72,6 +70,7 @@ class Engine:
             tokenizer=tokenizer,
             step=None if run is None else run.step,
         )
+        self._weights = Weights(model, self._loop, run, state)
         self._intake = Intake(model.config, tokenizer, self.ends)
         self._lock, self._numbers = threading.RLock(), count()
 
@@ -120,14 +119,8 @@ class Engine:
             options: Sizes and switches.
             how: `dtype`, `ema` and `kernels`; see `load_run`.
         """
-        model = None
-        if options.batch_invariant is not False:
-            kernels = replace(Kernels.of(how.get("kernels", "auto")), attention="invariant")
-            invariant: dict[str, Any] = how | {"kernels": kernels}
-            model = built_model(run, state, **invariant)
-        if model is None or (options.batch_invariant is None and _obstacle(model, state)):
-            model = built_model(run, state, **how)
         found = {"tokenizer": run.own_tokenizer, "ends": run.ends}
+        model = loaded_model(run, state, options, how)
         return cls(model, options=options, run=run, state=state, **found)
 
     @property
@@ -234,12 +227,8 @@ class Engine:
         Raises:
             ValueError: The engine was not made from a run.
         """
-        if self._run is None or self._run.step is None or self._state is None:
-            raise ValueError("load_step needs an engine made by from_folder of an mt-train run")
-        with self._lock, open_run(self._run.folder, step) as own:
-            with same_run(own, self._state) as run, self._swapped(finish, run.step):
-                fill_weights(self.model, run, self._state)
-            return run.step
+        with self._lock:
+            return self._weights.load_step(step, finish=finish)
 
     def update_weights(
         self, weights: Mapping[str, Tensor], *, step: int | None = None, finish: bool = True
@@ -254,32 +243,18 @@ class Engine:
         Raises:
             ValueError: The model has no such parameter, or one of another shape.
         """
-        own = dict(self.model.named_parameters())
-        for name, x in weights.items():
-            if name not in own or own[name].shape != x.shape:
-                has = "none of that name" if name not in own else list(own[name].shape)
-                raise ValueError(f"weights has {name} {list(x.shape)}, and the model {has}")
-        with self._lock, self._swapped(finish, step), torch.no_grad():
-            for name, x in weights.items():
-                own[name].copy_(x)
+        with self._lock:
+            self._weights.update(weights, step, finish=finish)
 
     def sleep(self) -> None:
         """Free the memory of keys and values; requests wait until `wake`."""
         with self._lock:
-            self._loop.forget(self._loop.step_of_weights)
-            self._loop.runner.sleep()
+            self._weights.sleep()
 
     def wake(self) -> None:
         """Make the memory of keys and values anew after `sleep`."""
         with self._lock:
-            self._loop.runner.wake()
-
-    @contextmanager
-    def _swapped(self, finish: bool, step: int | None) -> Iterator[None]:  # noqa: FBT001
-        while finish and self._loop.scheduler:
-            self._loop.advance()
-        yield
-        self._loop.forget(step)
+            self._weights.wake()
 
     @contextmanager
     def _submitted(
@@ -328,7 +303,7 @@ class Engine:
     def _drawn_seed(self) -> int:
         """Return a new seed, the same on all ranks."""
         seed = torch.tensor(secrets.randbits(32), device=self._loop.runner.device)
-        group = None if self._state is None else self._state.group(_WORLD)
+        group = None if self._state is None else self._state.group(WORLD)
         if group is not None:
             dist.broadcast(seed, group=group, group_src=0)
         return int(seed)
@@ -338,18 +313,6 @@ class Engine:
         with self._lock:
             if not is_ready():
                 self._loop.step()
-
-
-def _obstacle(model: GPT, state: ParallelState | None) -> str | None:
-    """Say why a token's bits depend on its pass, on this rank or another; None if they don't."""
-    problem = invariance_obstacle(model)
-    group = None if state is None else state.group(_WORLD)
-    if group is not None:
-        found = torch.tensor(problem is not None, device=model.shard.device).int()
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        if found and problem is None:
-            problem = "another rank has other bits for a token in another pass"
-    return problem
 
 
 def _all_ended(answers: Sequence[Answer]) -> bool:
