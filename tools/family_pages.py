@@ -22,12 +22,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from mt_context_parallel import Algorithm
-from mt_data import Tokenizer, train_tokenizer
 from mt_files import SchemaError, describe, hints_of
 from mt_hf import ExchangeError, Family, known_families
 from mt_model import PRESETS, VISION_PRESETS, StackConfig, preset, validate_split, vision_preset
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_testing import fake_world
+from mt_tokenizer import Tokenizer, train_tokenizer
 from mt_train import load_config
 
 ROOT = Path(__file__).resolve().parent.parent

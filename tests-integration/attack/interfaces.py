@@ -67,6 +67,7 @@ def _layouts() -> dict[str, Call]:
 
 def _data(world: World) -> dict[str, Call]:
     import mt_data as data
+    import mt_tokenizer as tokenizers
 
     indexed = data.IndexedDataset(world.run / "data" / "train")
     samples = data.GPTDataset(indexed, sequence_length=16, num_samples=40, seed=1)
@@ -95,12 +96,12 @@ def _data(world: World) -> dict[str, Call]:
         ),
         "Permutation": (data.Permutation, {"size": 10}),
         "IndexedDataset": (data.IndexedDataset, {"prefix": str(world.run / "data" / "train")}),
-        "load_tokenizer": (data.load_tokenizer, {"path": str(world.run / "tokenizer.json")}),
+        "load_tokenizer": (tokenizers.load_tokenizer, {"path": str(world.run / "tokenizer.json")}),
         "parse_split": (data.parse_split, {"text": "9,1,0"}),
         "split_ranges": (data.split_ranges, {"text": "9,1,0", "count": 10}),
         "token_dtype": (data.token_dtype, {"vocab_size": 300}),
         "train_tokenizer": (
-            data.train_tokenizer,
+            tokenizers.train_tokenizer,
             {"texts": ["a b c"], "vocab_size": 300, "pattern": "gpt2"},
         ),
     }

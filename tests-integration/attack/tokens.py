@@ -99,7 +99,7 @@ def other_tokenizer(world: World, rng: random.Random, scratch: Path) -> None:
 def edited_tokenizer(world: World, rng: random.Random, scratch: Path) -> None:
     """Load and use a tokenizer file of which one place was exchanged: typed errors alone."""
     from checkpoints import mutate
-    from mt_data import DataError, load_tokenizer
+    from mt_tokenizer import TokenizerError, load_tokenizer
 
     content = (world.run / "tokenizer.json").read_text()
     path = scratch / "tokenizer.json"
@@ -113,7 +113,7 @@ def edited_tokenizer(world: World, rng: random.Random, scratch: Path) -> None:
         tokenizer = load_tokenizer(path)
         ids = tokenizer.encode("old reder, newish blue\n\n é")
         tokenizer.decode(ids)
-    except DataError as error:
+    except TokenizerError as error:
         demand(len(str(error)) < 5000, "a long message")
 
 
@@ -148,7 +148,8 @@ def links_out(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 def _no_secret(run: Path) -> None:
-    from mt_data import IndexedDataset, load_tokenizer
+    from mt_data import IndexedDataset
+    from mt_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(run / "data" / "tokenizer.json")
     for name in ("train", "validation"):

@@ -119,7 +119,8 @@ class Runner:
 def tiny(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, ranks, programs
 ) -> Runner:
-    from mt_data import build_corpus, read_documents, standard_library_sources, train_tokenizer
+    from mt_data import build_corpus, read_documents, standard_library_sources
+    from mt_tokenizer import train_tokenizer
 
     folder = tmp_path_factory.mktemp("tiny")
     data = folder / "data"
@@ -138,7 +139,8 @@ def tiny(
 @pytest.fixture(scope="session")
 def short(tiny: Runner, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of a few tokens, several in every row; the second set for blends."""
-    from mt_data import IndexedDataset, IndexedWriter, load_tokenizer
+    from mt_data import IndexedDataset, IndexedWriter
+    from mt_tokenizer import load_tokenizer
 
     data, folder = tiny.config.parent / "data", tmp_path_factory.mktemp("short")
     eod = load_tokenizer(data / "tokenizer.json").eod_id

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mt_data import load_tokenizer, read_documents, standard_library_sources, train_tokenizer
+from mt_data import read_documents, standard_library_sources
 from mt_hf import export_checkpoint
 from mt_parallel_state import ParallelLayout
+from mt_tokenizer import load_tokenizer, train_tokenizer
 from mt_train import ConfigError, load_config
 from mt_train.parts.distillation import Distillation
 

@@ -115,7 +115,7 @@ def test_a_prompt_longer_than_the_context_says_how_long_it_may_be(run, cli) -> N
 def test_a_tokenizer_of_another_run_is_refused(run, cli, tmp_path) -> None:
     import shutil
 
-    from mt_data import train_tokenizer
+    from mt_tokenizer import train_tokenizer
 
     copy = shutil.copytree(run, tmp_path / "run")
     train_tokenizer(["other words"], 400).save(copy / "tokenizer.json")

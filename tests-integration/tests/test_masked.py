@@ -29,8 +29,9 @@ def metrics(run):
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory, tiny):
     """The example, with a corpus that is made once."""
-    from mt_data import DEFAULT_SPECIAL, build_corpus, read_documents, train_tokenizer
+    from mt_data import build_corpus, read_documents
     from mt_data import standard_library_sources as sources
+    from mt_tokenizer import DEFAULT_SPECIAL, train_tokenizer
 
     folder = tmp_path_factory.mktemp("bert")
     documents = list(read_documents(sources()[:24]))

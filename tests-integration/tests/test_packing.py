@@ -135,8 +135,9 @@ def test_a_packed_document_has_the_loss_it_has_alone(
     nproc, layout, tiny, short, train, tmp_path, losses
 ) -> None:
     import torch
-    from mt_data import BlendedDataset, GPTDataset, IndexedDataset, load_tokenizer
+    from mt_data import BlendedDataset, GPTDataset, IndexedDataset
     from mt_model import GPT
+    from mt_tokenizer import load_tokenizer
     from mt_train import load_config
 
     options = [option for option in HARD if "dropout" not in option]

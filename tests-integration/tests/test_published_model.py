@@ -186,7 +186,8 @@ def bits_per_byte(folder: Path, *, length: int = 256) -> float:
 def test_fine_tuning_lowers_a_held_out_loss(
     published_model, tmp_path, cli, record_property
 ) -> None:
-    from mt_data import build_corpus, load_tokenizer, read_documents, standard_library_sources
+    from mt_data import build_corpus, read_documents, standard_library_sources
+    from mt_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(published_model / "tokenizer.json", eod="<|im_end|>")
     sources = [path for path in standard_library_sources() if path.name not in TEXTS][:40]

@@ -91,12 +91,8 @@ def test_it_trains_like_one_process(
 def test_a_packed_pair_has_the_loss_it_has_alone(row, tiny, short, tmp_path, losses) -> None:
     """Of a step on a layout, with learned positions: the mean over pairs that nobody packs."""
     import torch
-    from mt_data import (
-        IndexedDataset,
-        SpanDataset,
-        SpanVocabulary,
-        load_tokenizer,
-    )
+    from mt_data import IndexedDataset, SpanDataset, SpanVocabulary
+    from mt_tokenizer import load_tokenizer
     from mt_train import load_config
 
     model = [option.replace("dropout: 0.1", "dropout: 0.0") for option in MODEL]

@@ -40,7 +40,7 @@ def test_sigterm_at_the_first_step_saves_and_exits_with_75(tiny, tmp_path, nproc
 
 
 def test_tokens_of_another_tokenizer_are_refused(tiny, cli, tmp_path) -> None:
-    from mt_data import train_tokenizer
+    from mt_tokenizer import train_tokenizer
 
     other = tmp_path / "other.json"
     train_tokenizer(["some words", "and other words"], 300).save(other)

@@ -16,14 +16,12 @@ from pathlib import Path
 
 from mt_data import (
     CorpusStats,
-    Encoder,
     IndexedDataset,
-    Tokenizer,
     build_corpus,
     read_documents,
     standard_library_sources,
-    train_tokenizer,
 )
+from mt_tokenizer import Encoder, Tokenizer, train_tokenizer
 
 
 def write_lines(path: Path, megabytes: int) -> int:

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 import mt_data
+import mt_tokenizer
 
 
 def main() -> None:
@@ -16,7 +17,7 @@ def main() -> None:
     print(f"{len(kept)} files to train on, {len(held_out)} held out")
 
     texts = (document.text for document in mt_data.read_documents(kept))
-    tokenizer = mt_data.train_tokenizer(texts, 1000, pattern="code")
+    tokenizer = mt_tokenizer.train_tokenizer(texts, 1000, pattern="code")
 
     with tempfile.TemporaryDirectory() as folder:
         train = Path(folder, "train")

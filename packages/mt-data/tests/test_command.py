@@ -10,8 +10,9 @@ import sys
 import time
 
 import pytest
-from mt_data import IndexedDataset, load_tokenizer, train_tokenizer
+from mt_data import IndexedDataset
 from mt_data.cli import main
+from mt_tokenizer import load_tokenizer, train_tokenizer
 
 TEXTS = [f"document {number} says: the quick brown fox\n" * 5 for number in range(40)]
 

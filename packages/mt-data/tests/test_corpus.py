@@ -6,16 +6,13 @@ import subprocess
 import sys
 
 import pytest
-from mt_data import (
-    DataError,
-    Document,
-    IndexedDataset,
-    build_corpus,
-    load_tokenizer,
-    train_tokenizer,
-)
+import sentencepiece
+import tokenizers
+from mt_data import DataError, Document, IndexedDataset, build_corpus, count_text_bytes
 from mt_data import corpus as corpus_module
 from mt_data.cli import main
+from mt_tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 TEXTS = ["def one():\n    return 1\n", "", "naïve 日本 <|eod|>\n", "x" * 300]
 
@@ -27,6 +24,43 @@ def tokenizer():
 
 def documents(texts=TEXTS):
     return [Document(path=str(number), text=text) for number, text in enumerate(texts)]
+
+
+def word_piece(texts, folder):
+    engine = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    engine.normalizer = normalizers.BertNormalizer(lowercase=True)
+    engine.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    engine.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(special_tokens=["[UNK]", "[SEP]"], show_progress=False)
+    engine.train_from_iterator(texts, trainer)
+    return Tokenizer(engine)
+
+
+def sentence_pieces(texts, folder):
+    with (folder / "spm.model").open("wb") as file:
+        how = {"vocab_size": 340, "byte_fallback": True, "hard_vocab_limit": False}
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=file, minloglevel=9, **how
+        )
+    return load_tokenizer(folder / "spm.model")
+
+
+@pytest.mark.parametrize("make", [word_piece, sentence_pieces])
+def test_any_tokenizer_builds_and_its_text_bytes_are_counted_exactly(make, tmp_path):
+    texts = ["the quick brown fox jumps over the lazy dog"] * 20 + [
+        "naïve café, 日本語 and 🎉!"
+    ] * 5
+    tokenizer = make(texts, tmp_path)
+    documents = [Document(path="x", text=text) for text in texts]
+    stats = build_corpus(documents, tmp_path / "c", tokenizer)
+    dataset = IndexedDataset(tmp_path / "c")
+    exact = sum(len(text.encode()) for text in texts)
+    assert stats.bytes == count_text_bytes(dataset, tokenizer) == exact
+    assert all(document[-1] == tokenizer.eod_id for document in map(dataset.document, range(25)))
+    # Without the record they are counted by decoding: near, and exact where nothing is normalised.
+    (tmp_path / "c.json").unlink()
+    counted = count_text_bytes(IndexedDataset(tmp_path / "c"), tokenizer)
+    assert counted == pytest.approx(exact, rel=0.1)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 512])

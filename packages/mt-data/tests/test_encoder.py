@@ -1,25 +1,11 @@
-"""The fast encoder and the processes give the ids of the tokenizer's own library."""
+"""A dataset is the same whoever encodes its texts."""
 
-import sys
-
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from mt_data import (
-    DataError,
-    Document,
-    Encoder,
-    IndexedDataset,
-    Tokenizer,
-    build_corpus,
-    dataset_tokenizer,
-    load_tokenizer,
-    train_tokenizer,
-)
-from mt_data.tokenizers import encoder as encoder_module
-from mt_data.tokenizers import fast as fast_module
-from mt_data.tokenizers.fast import FastEncoder, fast_encoder
+from mt_data import DataError, Document, IndexedDataset, build_corpus, dataset_tokenizer
+from mt_tokenizer import Encoder, TokenizerError, train_tokenizer
+from mt_tokenizer import encoder as encoder_module
+from mt_tokenizer import fast as fast_module
+from mt_tokenizer.fast import fast_encoder
 
 TEXTS = [
     "The quick brown fox doesn't jump over 12345 lazy dogs.\r\n\tÄrger, naïve, 日本語, 🎉\n" * 20,
@@ -39,45 +25,8 @@ def tokenizer():
     return train_tokenizer(TEXTS, 500)
 
 
-@pytest.fixture(scope="module")
-def fast(tokenizer):
-    return FastEncoder(tokenizer.engine)
-
-
 def documents(texts):
     return [Document(path=str(number), text=text) for number, text in enumerate(texts)]
-
-
-PIECES = ("<|eod|>", "<|", "|>", " ", "  ", "\n", "\r\n", "\t", "é", "e\u0301", "日", "1", "٣", "²")
-PIECES += ("'s", "'LL", "_", "a", "The", "\0", "\u00a0", "\u3000", "\u2028", "🎉", "\u200d")
-awkward = st.lists(st.sampled_from(PIECES), max_size=40).map("".join)
-
-
-@settings(max_examples=400, deadline=None)
-@given(texts=st.lists(st.one_of(st.text(st.characters(exclude_categories=["Cs"])), awkward)))
-def test_gigatoken_gives_the_same_ids_for_every_text(tokenizer, fast, texts):
-    ids, counts = fast.encode_flat(texts)
-    rows = tokenizer.encode_batch(texts)
-    assert counts.tolist() == [len(row) for row in rows]
-    assert ids.tolist() == [number for row in rows for number in row]
-
-
-def test_gigatoken_serves_our_tokenizers_and_says_why_not(tokenizer, make_engine, monkeypatch):
-    served = fast_encoder(tokenizer.engine, TEXTS)
-    assert isinstance(served, FastEncoder)
-    assert all(map(served.serves, TEXTS))
-    code = train_tokenizer(TEXTS, 400, pattern="code")
-    assert "refuses this tokenizer: Unknown pre_tokenizer" in str(fast_encoder(code.engine))
-    for kind in ("wordpiece", "unigram"):
-        assert isinstance(fast_encoder(Tokenizer(make_engine(kind)).engine), str)
-    monkeypatch.setitem(sys.modules, "gigatoken", None)
-    assert fast_encoder(tokenizer.engine) == ("it is not installed: pip install gigatoken awkward")
-
-
-def test_sentencepiece_models_are_not_for_gigatoken(make_model, tmp_path):
-    (tmp_path / "m.model").write_bytes(make_model())
-    model = load_tokenizer(tmp_path / "m.model")
-    assert fast_encoder(model.engine) == "gigatoken is used for tokenizer.json files only"
 
 
 def test_a_character_that_the_libraries_class_differently_keeps_its_text_from_gigatoken(
@@ -97,32 +46,6 @@ def test_a_character_that_the_libraries_class_differently_keeps_its_text_from_gi
     if again.avoid:  # both libraries may come to know the same Unicode
         assert not again.serves(f"text {again.avoid[0]}")
     assert again.serves("text \u65e5")
-
-
-def test_other_ids_are_noticed_and_not_used(tokenizer, monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))  # where a verdict would be kept
-    encode, common = FastEncoder.encode_flat, tokenizer.encode(TEXTS[1])[0]
-
-    def wrong(self, texts):
-        ids, counts = encode(self, texts)
-        return np.where(ids == common, common + 1, ids), counts
-
-    monkeypatch.setattr(FastEncoder, "encode_flat", wrong)
-    obstacle = fast_encoder(tokenizer.engine, TEXTS)
-    assert str(obstacle).startswith("it gives other ids for ")
-    with pytest.raises(DataError, match="gigatoken cannot serve: it gives other ids"):
-        Encoder(tokenizer, fast=True)
-
-
-def test_cache_of_words_is_renewed(tokenizer, monkeypatch):
-    monkeypatch.setattr(fast_module, "RENEW_BYTES", 100)
-    loads = []
-    load = fast_module._load
-    monkeypatch.setattr(fast_module, "_load", lambda content: loads.append(1) or load(content))
-    fast = FastEncoder(tokenizer.engine)
-    for _ in range(5):
-        assert fast.encode_flat(["x" * 60])[0].tolist() == tokenizer.encode("x" * 60)
-    assert len(loads) == 3
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -154,7 +77,7 @@ def test_error_in_a_process_is_reported_and_leaves_nothing(tmp_path, tokenizer, 
     given = documents([*TEXTS * 3, "y" * 5_000_000])
     with (
         Encoder(tokenizer, fast=False, workers=2) as encoder,
-        pytest.raises(DataError, match="has no place to cut it"),
+        pytest.raises(TokenizerError, match="has no place to cut it"),
     ):
         build_corpus(given, tmp_path / "a", tokenizer, encoder=encoder)
     assert list(tmp_path.iterdir()) == []
@@ -165,17 +88,15 @@ def test_lone_surrogate_names_its_document(tmp_path, tokenizer):
         build_corpus([Document(path="7", text="a\ud800")], tmp_path / "a", tokenizer)
 
 
-def test_tokenizer_is_kept_beside_the_data_and_checked(tmp_path, tokenizer, make_engine):
-    engine = make_engine("llama")
-    engine.add_special_tokens(["<end>"])
-    given = Tokenizer(engine, eod="<end>")
+def test_tokenizer_is_kept_beside_the_data_and_checked(tmp_path, tokenizer):
+    given = train_tokenizer(TEXTS, 400, special=["<end>"])
     build_corpus(documents(TEXTS), tmp_path / "a", given)
     dataset = IndexedDataset(tmp_path / "a")
     kept = dataset_tokenizer(dataset)
     assert (kept.sha256, kept.eod_token) == (given.sha256, "<end>")
     other = tmp_path / "other.json"
     tokenizer.save(other)
-    with pytest.raises(DataError, match="special token"):
+    with pytest.raises(TokenizerError, match="special token"):
         dataset_tokenizer(dataset, other)
     build_corpus(documents(TEXTS), tmp_path / "b", tokenizer)
     train_tokenizer(TEXTS, 300).save(other)

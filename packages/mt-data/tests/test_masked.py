@@ -12,10 +12,9 @@ from mt_data import (
     MaskedVocabulary,
     Masking,
     Rows,
-    Tokenizer,
     count_labels,
-    train_tokenizer,
 )
+from mt_tokenizer import Tokenizer, train_tokenizer
 
 CLS, SEP, MASK, PAD, EOD = range(5)
 FIRST, SIZE = 5, 400

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data import DataError, DataFileError, read_documents
 from mt_data.documents import reader as document_module
-from mt_data.error import MissingExtraError
+from mt_files import MissingExtraError
 
 TEXTS = ["one\n", "", 'naïve 日本 "quoted" \\ back', "x" * 300, "[{", "}]"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()

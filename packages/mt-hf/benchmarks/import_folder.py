@@ -130,12 +130,12 @@ PAIRS = (
 def here(way: str, folder: Path, out: Path) -> list[float]:
     """Take one way in this process; returns its seconds and the process's peak in bytes."""
     import mt_ckpt
-    import mt_data
     import mt_hf
     import mt_model
+    import mt_tokenizer
     import safetensors.torch
 
-    assert all((mt_ckpt, mt_data, mt_hf.import_pretrained, mt_model.GPT, safetensors.torch))
+    assert all((mt_ckpt, mt_tokenizer, mt_hf.import_pretrained, mt_model.GPT, safetensors.torch))
     started = time.perf_counter()
     {**WAYS, MAKE: make_folder}[way](folder, out)
     took = time.perf_counter() - started

@@ -10,7 +10,6 @@ import pytest
 import torch
 from family_row import ROWS
 from mt_ckpt import RunFolder, inspect_checkpoint, param_shards, save_checkpoint
-from mt_data import load_tokenizer, train_tokenizer
 from mt_files import to_plain
 from mt_hf import (
     ExchangeError,
@@ -25,6 +24,7 @@ from mt_hf import (
 from mt_hf.commands.cli import main
 from mt_model import GPT, gpt, preset, saved_buffers
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_tokenizer import load_tokenizer, train_tokenizer
 from safetensors.torch import load_file, save_file
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

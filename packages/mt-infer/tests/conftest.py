@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from mt_ckpt import RunFolder, SavedModel, SavedTokenizer, param_shards, save_checkpoint
-from mt_data import train_tokenizer
 from mt_files import to_plain
 from mt_hf import save_pretrained
 from mt_infer.cli import main
 from mt_model import GPT, ModelConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_tokenizer import train_tokenizer
 
 
 def _write_run(path: Path, config: ModelConfig) -> Path:

@@ -11,9 +11,9 @@ import sys
 
 import pytest
 import torch
-from mt_data import train_tokenizer
 from mt_infer import Completion, Engine
 from mt_infer.cli import main
+from mt_tokenizer import train_tokenizer
 
 
 def spoil_tokenizer_into_a_folder(run) -> None:

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from mt_data import load_tokenizer
 from mt_hf import import_pretrained
 from mt_infer import Generator, LogitsError, Sampling, load_run
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_tokenizer import load_tokenizer
 
 GREEDY = Sampling(temperature=0)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mt_data import load_tokenizer, train_tokenizer
 from mt_hf import from_pretrained, import_pretrained, save_pretrained
 from mt_model import (
     GPT,
@@ -23,6 +22,7 @@ from mt_model import (
     preset,
     vit,
 )
+from mt_tokenizer import load_tokenizer, train_tokenizer
 
 PROMPT = "to be"
 

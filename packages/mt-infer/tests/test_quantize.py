@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from mt_ckpt import RunFolder, SavedModel, SavedTokenizer, param_shards, save_checkpoint
-from mt_data import load_tokenizer, train_tokenizer
 from mt_files import to_plain
 from mt_hf import from_pretrained, import_pretrained, save_pretrained
 from mt_infer import Sampling, load_run
@@ -19,6 +18,7 @@ from mt_infer.cli import main
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import QuantizationConfig, QuantizedLinear, fold_input_scales, quantize
+from mt_tokenizer import load_tokenizer, train_tokenizer
 
 GREEDY = Sampling(temperature=0.0)
 TEXT = "to be or not to be that is the question " * 20

@@ -24,10 +24,10 @@ from mt_data import (
     Mixture,
     Rows,
     count_labels,
-    load_tokenizer,
     mixture_sources,
 )
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_tokenizer import load_tokenizer
 from mt_train import LoadedConfig, Trainer
 from mt_train.config.loading import to_yaml
 from mt_train.data.corpus import Corpus, prepare_corpus

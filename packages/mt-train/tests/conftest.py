@@ -41,7 +41,8 @@ class Runner:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    from mt_data import Document, build_corpus, train_tokenizer
+    from mt_data import Document, build_corpus
+    from mt_tokenizer import train_tokenizer
 
     data = tmp_path_factory.mktemp("data")
     texts = {

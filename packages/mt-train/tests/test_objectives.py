@@ -5,14 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mt_data import (
-    DataError,
-    GPTDataset,
-    IndexedDataset,
-    IndexedWriter,
-    Tokenizer,
-    train_tokenizer,
-)
+from mt_data import DataError, GPTDataset, IndexedDataset, IndexedWriter
+from mt_tokenizer import Tokenizer, train_tokenizer
 from mt_train import ConfigError, load_config
 from mt_train.config.data_section import MaskingSection
 from mt_train.data.corpus import Corpus

@@ -48,7 +48,8 @@ def test_a_tokenizer_that_is_not_byte_level_trains_and_validates(eod: str, tmp_p
     record = getattr(final, "evaluation", final)
     assert record is not None
     assert 0 < record["bits_per_byte"] < 50
-    from mt_data import IndexedDataset, load_tokenizer
+    from mt_data import IndexedDataset
+    from mt_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(tmp_path / "words.json", eod=eod or None)
     document = IndexedDataset(tmp_path / "out" / "data" / "train")[0]

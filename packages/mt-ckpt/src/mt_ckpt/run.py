@@ -61,7 +61,7 @@ class SavedTokenizer:
     """The tokenizer with which a model was trained.
 
     Attributes:
-        sha256: Hash of its content; `mt_data.Tokenizer.sha256`.
+        sha256: Hash of its content; `mt_tokenizer.Tokenizer.sha256`.
         eod: Name of the token that ends a document; None for the tokenizer's usual one.
     """
 

@@ -47,11 +47,6 @@ if TYPE_CHECKING:
     from mt_data.documents.split import split_files as split_files
     from mt_data.documents.split import split_ranges as split_ranges
     from mt_data.storage.writer import IndexedWriter as IndexedWriter
-    from mt_data.tokenizers.encoder import Encoder as Encoder
-    from mt_data.tokenizers.tokenizer import Tokenizer as Tokenizer
-    from mt_data.tokenizers.tokenizer import load_tokenizer as load_tokenizer
-    from mt_data.tokenizers.training import DEFAULT_SPECIAL as DEFAULT_SPECIAL
-    from mt_data.tokenizers.training import train_tokenizer as train_tokenizer
 else:
     # Resolved at first use, so that an import stays light.
     __getattr__ = resolve_later(__name__)

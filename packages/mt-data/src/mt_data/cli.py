@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mt_files import MissingExtraError, UserError, require, shorten
+from mt_tokenizer import Encoder, Tokenizer, load_tokenizer, train_tokenizer
 
 from mt_data.corpus import build_corpus, dataset_tokenizer
 from mt_data.datasets.gpt import GPTDataset
 from mt_data.documents.reader import Document, DocumentReader, Format, read_documents
 from mt_data.documents.source import STANDARD_INPUT
-from mt_data.error import DataError, DataFileError, MissingExtraError, quote, require
+from mt_data.error import DataError, DataFileError
 from mt_data.progress import Progress
 from mt_data.storage.indexed import IndexedDataset, check_prefix
 from mt_data.storage.writer import check_free
-from mt_data.tokenizers.encoder import Encoder
-from mt_data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from mt_data.tokenizers.training import train_tokenizer
 
 USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 SHOWN = 20
@@ -255,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         _say("mt-data: interrupted; nothing was written", stream=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-    except (DataError, MissingExtraError, OSError, IndexError, MemoryError) as error:
+    except (UserError, MissingExtraError, OSError, IndexError, MemoryError) as error:
         _say(f"mt-data: {_sentence(error)}", stream=sys.stderr)
         raise SystemExit(USAGE_ERROR) from None
 
@@ -268,7 +267,7 @@ def _run(arguments: list[str]) -> None:
     if command and not command.startswith("-") and command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1, 0.5)
         hint = f"; did you mean {near[0]}?" if near else f"; choose one of {', '.join(COMMANDS)}"
-        raise DataError(f"there is no command {quote(command)}{hint}")
+        raise DataError(f"there is no command {shorten(command)}{hint}")
     tyro = require("tyro", "the mt-data command")
     parsed = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from mt_files import shorten
+from mt_tokenizer import Encoder, Tokenizer, load_tokenizer
 from numpy.typing import NDArray
 
 from mt_data.datasets.windows import TokenRanges
 from mt_data.documents.reader import Document
-from mt_data.error import DataError, DataFileError, quote
+from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import token_dtype
 from mt_data.storage.indexed import IndexedDataset
 from mt_data.storage.writer import IndexedWriter
-from mt_data.tokenizers.encoder import Encoder
-from mt_data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 BATCH_DOCUMENTS = 4096
 BATCH_BYTES = 1 << 21
@@ -177,7 +177,7 @@ def dataset_tokenizer(
     record = dataset.metadata() or {}
     kept = str(record.get("tokenizer", ".tokenizer.json"))
     if kept not in KEPT:
-        raise DataFileError(f"{dataset.prefix}.json", f"tokenizer is {quote(kept)}; not {KEPT}")
+        raise DataFileError(f"{dataset.prefix}.json", f"tokenizer is {shorten(kept)}; not {KEPT}")
     path = f"{dataset.prefix}{kept}" if path is None else os.fspath(path)
     eod = record.get("eod_token")
     expected = record.get("tokenizer_sha256")
@@ -186,7 +186,7 @@ def dataset_tokenizer(
         raise DataFileError(
             path,
             f"is not the tokenizer of {dataset.prefix}.bin: its sha256 is "
-            f"{tokenizer.sha256[:12]}..., but {quote(str(expected)[:12])}... is recorded",
+            f"{tokenizer.sha256[:12]}..., but {shorten(str(expected)[:12])}... is recorded",
         )
     return tokenizer
 

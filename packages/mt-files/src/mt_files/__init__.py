@@ -17,9 +17,12 @@ from mt_files.field import describe as describe
 from mt_files.field import did_you_mean as did_you_mean
 from mt_files.field import divisors as divisors
 from mt_files.field import hints_of as hints_of
+from mt_files.field import listed as listed
 from mt_files.field import shorten as shorten
+from mt_files.later import MissingExtraError as MissingExtraError
 from mt_files.later import import_failure as import_failure
 from mt_files.later import quick_imports as quick_imports
+from mt_files.later import require as require
 from mt_files.later import resolve_later as resolve_later
 from mt_files.lock import FolderLock as FolderLock
 from mt_files.reading import open_file as open_file

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 MAX_INT = 10**18 - 1  # fits 64 bits, and every sum of two
+_MAX_LISTED = 20
 _MAX_SHOWN = 80
 _NAMES = {
     int: "an integer",
@@ -192,6 +193,14 @@ def shorten(value: object, length: int = _MAX_SHOWN) -> str:
             return f"{kind} of {len(value)}" if value else f"an empty {kind[2:]}"
     text = repr(value)
     return text if len(text) <= length else f"{text[:length]}..."
+
+
+def listed(values: Iterable[object]) -> str:
+    """Return values as a list for messages: the first ones, then a count."""
+    known = list(values)
+    names = ", ".join(map(shorten, known[:_MAX_LISTED]))
+    more = len(known) - _MAX_LISTED
+    return f"{names} and {more} more" if more > 0 else names or "none"
 
 
 def divisors(number: int, limit: int = 1 << 40) -> list[int]:

@@ -11,6 +11,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from traceback import walk_tb
+from types import ModuleType
 from typing import Any
 
 _LONGEST = 200
@@ -90,3 +91,26 @@ def import_failure(error: BaseException, library: str) -> str | None:
         return None
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return f"{library} can't be imported: {first.strip()[:_LONGEST]}"
+
+
+class MissingExtraError(ImportError):
+    """An optional library is missing."""
+
+
+def require(module: str, what: str) -> ModuleType:
+    """Import an optional library, or name the distribution that has it.
+
+    Args:
+        module: Name of the module.
+        what: What needs it, as the message's subject.
+
+    Raises:
+        MissingExtraError: It is not installed.
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        distribution = module.partition(".")[0]
+        if error.name not in (module, distribution):
+            raise
+        raise MissingExtraError(f"{what} needs: pip install {distribution}") from error

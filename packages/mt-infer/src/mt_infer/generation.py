@@ -8,10 +8,10 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from mt_data import Tokenizer
 from mt_model import GPT, GraphedDecoding, KVCache, ModelConfig
 from mt_parallel_state import random_uniform
 from mt_quant import KVFormat
+from mt_tokenizer import Tokenizer
 from torch import Tensor
 
 from mt_infer.choosing import NO_TOKEN, draw, draw_key, no_token_error

@@ -22,7 +22,6 @@ from mt_ckpt import (
     load_checkpoint,
     param_shards,
 )
-from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import UserError
 from mt_hf import (
     Pretrained,
@@ -44,6 +43,7 @@ from mt_model import (
 )
 from mt_parallel_state import ParallelState
 from mt_schedule import split_layers
+from mt_tokenizer import Tokenizer, TokenizerError, load_tokenizer
 
 from mt_infer.generation import Generator
 
@@ -107,7 +107,7 @@ def open_run(folder: Path, step: int | None = None, *, download: bool = False) -
         RunError: The folder is neither, has no committed checkpoint, or its parts don't fit.
         CheckpointError: The step does not exist, or its manifest is damaged.
         ExchangeError: The folder of Hugging Face is unsupported or damaged.
-        DataError: The tokenizer is invalid.
+        TokenizerError: The tokenizer is invalid.
     """
     if not folder.is_dir() and not is_hub_id(str(folder)):
         raise RunError(f"{folder} is not a folder; {_WANTED}")
@@ -156,7 +156,7 @@ def _open_pretrained(folder: Path, step: int | None) -> Run:
 def _tokenizer_of(path: Path, found: Pretrained, config: ModelConfig) -> Tokenizer:
     try:
         tokenizer = load_tokenizer(path, eod=found.eos_token)
-    except DataError as error:
+    except TokenizerError as error:
         raise RunError(
             f"{error}; or name the token as eos_token in {found.folder / 'tokenizer_config.json'}"
         ) from error
@@ -260,7 +260,7 @@ def load_run(
             run kept no average, or weights are not finite.
         CheckpointError: The step does not exist, or is damaged.
         ExchangeError: The folder of Hugging Face is unsupported or damaged.
-        DataError: The tokenizer is invalid.
+        TokenizerError: The tokenizer is invalid.
     """
     with open_run(folder, step) as own, same_run(own, state) as run:
         return load_weights(run, state, dtype=dtype, ema=ema, kernels=kernels)

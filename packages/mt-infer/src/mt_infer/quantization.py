@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from mt_ckpt import RunFolder, inspect_checkpoint
-from mt_data import Tokenizer
 from mt_files import read_text
 from mt_hf import Pretrained, files_beside, quantize_for_folder, save_pretrained
 from mt_model import DTYPES, GPT
 from mt_quant import CalibrationError, Progress, QuantizationConfig
+from mt_tokenizer import Tokenizer
 from torch import Tensor
 
 from mt_infer.loading import Run, RunError, check_ema

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mt_data import DataError, Tokenizer
 from mt_model import ModelConfig
+from mt_tokenizer import Tokenizer, TokenizerError
 
 _DROPPED = 16  # tokens without text that a stop text may have inside
 _CUT = "\ufffd"  # stands for a character whose bytes are not all there yet
@@ -25,7 +25,7 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> lis
     """
     try:
         tokens = tokenizer.encode_prompt(prompt) or [tokenizer.eod_id]
-    except DataError as error:
+    except TokenizerError as error:
         raise PromptError(f"the prompt is not valid text: {error}") from error
     check_prompt(tokens, config)
     return tokens

@@ -6,11 +6,12 @@ import operator
 from typing import Literal, Protocol
 
 import numpy as np
+from mt_files import shorten
 from numpy.typing import NDArray
 
 from mt_data.datasets.identity import digest_of
 from mt_data.datasets.order import OVERLAP, MegatronOrder, StableOrder, Stream
-from mt_data.error import DataError, at_least, quote
+from mt_data.error import DataError, at_least
 
 PADDING = -100
 
@@ -74,7 +75,7 @@ class GPTDataset:
         if num_samples is not None and num_samples < 1:
             raise DataError(f"num_samples is {num_samples}; it must be at least 1, or None")
         if not hasattr(indexed, "dtype"):
-            raise DataError(f"samples need an IndexedDataset, not {quote(indexed)}")
+            raise DataError(f"samples need an IndexedDataset, not {shorten(indexed)}")
         if indexed.dtype.kind not in "iu":
             raise DataError(
                 f"the dataset stores {indexed.dtype.name}; training samples need integer tokens"

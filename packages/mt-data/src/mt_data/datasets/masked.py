@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from mt_files import shorten
+from mt_tokenizer import Tokenizer
 from numpy.typing import NDArray
 
 from mt_data.datasets.gpt import PADDING, TokenSource
 from mt_data.datasets.identity import digest_of, random_bits
 from mt_data.datasets.permutation import Permutation
 from mt_data.datasets.windows import InOrder
-from mt_data.error import DataError, at_least, quote
-from mt_data.tokenizers.tokenizer import Tokenizer
+from mt_data.error import DataError, at_least
 
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
 
@@ -87,8 +88,8 @@ class MaskedVocabulary:
             if name not in tokenizer.special_tokens:
                 known = ", ".join(sorted(tokenizer.special_tokens))
                 raise DataError(
-                    f"the tokenizer has no special token {quote(name)} for {part}; it has {known}. "
-                    f"Name another, or train one with train_tokenizer(special=[...])"
+                    f"the tokenizer has no special token {shorten(name)} for {part}; it has {known}"
+                    f". Name another, or train one with train_tokenizer(special=[...])"
                 )
             ids[part] = tokenizer.special_tokens[name]
         if len(set(ids.values())) < len(ids):

@@ -10,11 +10,12 @@ from itertools import accumulate
 from typing import Protocol, cast
 
 import numpy as np
+from mt_files import shorten
 from numpy.typing import NDArray
 
 from mt_data.datasets.batch import MadeRows, MicroBatch, Rows, Samples
 from mt_data.datasets.gpt import PADDING
-from mt_data.error import DataError, at_least, quote
+from mt_data.error import DataError, at_least
 
 
 class TokenStream(Protocol):
@@ -176,7 +177,7 @@ class SequentialWindows(InOrder):
         if not 1 <= stride <= sequence_length:
             raise DataError(f"stride is {stride}; it must lie in [1, {sequence_length}]")
         if not hasattr(indexed, "num_tokens"):
-            raise DataError(f"windows need an IndexedDataset, not {quote(indexed)}")
+            raise DataError(f"windows need an IndexedDataset, not {shorten(indexed)}")
         self.indexed, self.sequence_length, self.stride = indexed, sequence_length, stride
         self.start_id = start_id
         self.num_labels = indexed.num_tokens - (start_id is None)

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
+from mt_files import listed, require, shorten
+
 from mt_data.documents.source import Source, SourceFile, decompressed, find_files
-from mt_data.error import DataError, DataFileError, listed, quote, require, shorten
+from mt_data.error import DataError, DataFileError
 
 MAX_LINE = 1 << 28
 MAX_TEXT = 1 << 31
@@ -88,7 +90,7 @@ def read_documents(
     if encoding_errors not in ("strict", "replace"):
         raise DataError(f"encoding_errors is {encoding_errors!r}; choose 'strict' or 'replace'")
     if format not in get_args(Format):
-        raise DataError(f"format is {quote(format)}; choose one of {', '.join(get_args(Format))}")
+        raise DataError(f"format is {shorten(format)}; choose one of {', '.join(get_args(Format))}")
     policy = _Policy(key=key, encoding_errors=encoding_errors, on_error=on_error)
     # The files are found here and not in the iterator, so that a wrong path fails at the call.
     return DocumentReader(find_files(source, glob), format, policy)
@@ -268,7 +270,7 @@ class _Values:
 
     def _problem(self, text: str) -> DataFileError:
         near = self._buffer[self._at : self._at + 40]
-        return DataFileError(self._name, f"not valid JSON: {text}, near {quote(near)}")
+        return DataFileError(self._name, f"not valid JSON: {text}, near {shorten(near)}")
 
 
 def _rows(file: BinaryIO, name: str, policy: _Policy) -> Iterator[tuple[int, object]]:
@@ -284,13 +286,13 @@ def _rows(file: BinaryIO, name: str, policy: _Policy) -> Iterator[tuple[int, obj
     except (DataError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - the library raises several kinds
-        problem = f"cannot be read as parquet: {shorten(str(error), _REASON)}"
+        problem = f"cannot be read as parquet: {str(error)[:_REASON]}"
         raise DataFileError(name, problem) from None
 
 
 def _check_column(names: list[str], name: str, policy: _Policy) -> None:
     if policy.key not in names:
-        raise DataFileError(name, f"no column {quote(policy.key)}; it has {listed(names)}")
+        raise DataFileError(name, f"no column {shorten(policy.key)}; it has {listed(names)}")
 
 
 def _record_text(record: object, where: str, policy: _Policy) -> str:
@@ -298,7 +300,7 @@ def _record_text(record: object, where: str, policy: _Policy) -> str:
         raise DataFileError(where, f"expected a JSON object, found {type(record).__name__}")
     if policy.key not in record:
         keys = listed(sorted(record))
-        raise DataFileError(where, f"no key {quote(policy.key)}; the object has {keys}")
+        raise DataFileError(where, f"no key {shorten(policy.key)}; the object has {keys}")
     return _checked_text(record[policy.key], where, policy)
 
 
@@ -307,13 +309,13 @@ def _checked_text(text: object, where: str, policy: _Policy) -> str:
         return _decode(text, where, policy)
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise DataFileError(where, f"{quote(policy.key)} must be a string, found {kind}")
+        raise DataFileError(where, f"{shorten(policy.key)} must be a string, found {kind}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         if policy.encoding_errors == "strict":
             raise DataFileError(
-                where, f"{quote(policy.key)} has a lone surrogate at character {error.start}"
+                where, f"{shorten(policy.key)} has a lone surrogate at character {error.start}"
             ) from None
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     return text
@@ -324,7 +326,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(record) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {quote(twice)} occurs twice")
+        raise ValueError(f"the key {shorten(twice)} occurs twice")
     return record
 
 

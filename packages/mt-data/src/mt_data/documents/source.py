@@ -11,8 +11,9 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 import mt_files
+from mt_files import require, shorten
 
-from mt_data.error import DataError, DataFileError, quote, require
+from mt_data.error import DataError, DataFileError
 
 STANDARD_INPUT = "-"
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
@@ -98,7 +99,7 @@ def _find(source: Source, glob: str, *, alone: bool) -> Iterator[SourceFile]:
         found = sorted(globbing.glob(name, recursive=True))
         files = [match for match in found if not os.path.isdir(match)]
         if not files:
-            raise DataError(f"no file matches {quote(name)}")
+            raise DataError(f"no file matches {shorten(name)}")
         for match in files:
             yield SourceFile(path=Path(match), name=match)
     else:
@@ -110,7 +111,7 @@ def _in_folder(folder: Path, glob: str, *, alone: bool) -> Iterator[SourceFile]:
     found = ((path.relative_to(folder).as_posix(), path) for path in folder.glob(glob))
     files = sorted((name, path) for name, path in found if path.is_file())
     if not files:
-        raise DataError(f"{folder}: no file in this folder matches the glob {quote(glob)}")
+        raise DataError(f"{folder}: no file in this folder matches the glob {shorten(glob)}")
     for name, path in files:
         yield SourceFile(path=path, name=name if alone else f"{folder}/{name}", within=folder)
 
@@ -121,7 +122,7 @@ def _check_glob(glob: str) -> None:
     stars = any("**" in part and part != "**" for part in parts)
     if stars or not parts or PurePath(glob).is_absolute() or ".." in parts:
         raise DataError(
-            f"glob {quote(glob)} does not select files in a folder; use a relative pattern with "
+            f"glob {shorten(glob)} does not select files in a folder; use a relative pattern with "
             "each ** alone between slashes, such as '**/*.py'"
         )
 

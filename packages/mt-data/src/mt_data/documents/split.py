@@ -10,8 +10,10 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
+from mt_files import shorten
+
 from mt_data.documents.reader import Document
-from mt_data.error import DataError, quote
+from mt_data.error import DataError
 
 PART = re.compile(r"[0-9]+(\.[0-9]*)?|\.[0-9]+", re.ASCII)
 PARTS = 3
@@ -27,7 +29,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         Three fractions that sum to 1.
     """
     if not isinstance(text, str):
-        raise DataError(f"a split is text like '969,30,1', not {quote(text)}")
+        raise DataError(f"a split is text like '969,30,1', not {shorten(text)}")
     parts = [part.strip() for part in text.split(",")]
     wrong = [part for part in parts if not PART.fullmatch(part)]
     if wrong or len(parts) > PARTS:

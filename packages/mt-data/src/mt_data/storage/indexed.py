@@ -12,9 +12,10 @@ from functools import partial
 
 import mt_files
 import numpy as np
+from mt_files import shorten
 from numpy.typing import NDArray
 
-from mt_data.error import DataError, DataFileError, quote
+from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import read_index
 
 MAX_RECORD = 1 << 20
@@ -215,7 +216,7 @@ class IndexedDataset:
             if expected != actual:
                 raise DataFileError(
                     path,
-                    f"content has changed: expected sha256 {quote(expected)}, found {actual}; "
+                    f"content has changed: expected sha256 {shorten(expected)}, found {actual}; "
                     "restore the file, or build the dataset again",
                 )
 

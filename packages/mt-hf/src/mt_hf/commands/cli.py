@@ -213,7 +213,7 @@ def _run(arguments: list[str]) -> int:
     if command and not command.startswith("-") and command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
         raise CommandError(f"there is no command {shorten(command)}. {hint}")
-    for name in ("tyro", "mt_ckpt", "mt_data"):
+    for name in ("tyro", "mt_ckpt", "mt_tokenizer"):
         if find_spec(name) is None:
             text = "in a clone of the repository, uv sync installs it"
             raise CommandError(f"the mt-hf command needs {name.replace('_', '-')}: {text}")

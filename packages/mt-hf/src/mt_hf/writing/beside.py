@@ -13,7 +13,7 @@ from mt_hf.reading.end_tokens import GENERATION, read_end_tokens
 from mt_hf.reading.files import MAX_JSON, TOKENIZERS, infinity, root_of
 
 if TYPE_CHECKING:
-    from mt_data import Tokenizer
+    from mt_tokenizer import Tokenizer
 
 
 def files_beside(tokenizer: Tokenizer, like: Path | None) -> dict[str, bytes]:

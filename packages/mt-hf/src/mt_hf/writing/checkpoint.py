@@ -142,7 +142,7 @@ def export_checkpoint(
 
 def _ended(export: Export, path: Path, saved: SavedTokenizer, like: str | Path | None) -> Export:
     """Add a run's tokenizer and end token to an export."""
-    from mt_data import load_tokenizer
+    from mt_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path, eod=saved.eod)
     if tokenizer.sha256 != saved.sha256:
@@ -210,14 +210,14 @@ def _shards(found: Pretrained) -> Iterator[TensorShard]:
 def _tokenizer(found: Pretrained, run: RunFolder, eod: str | None) -> SavedTokenizer | None:
     """Copy the tokenizer of a folder into a run; return None without a tokenizer."""
     from mt_ckpt import SavedTokenizer
-    from mt_data import DataError, load_tokenizer
+    from mt_tokenizer import TokenizerError, load_tokenizer
 
     path = found.tokenizer
     if path is None:
         return None
     try:
         tokenizer = load_tokenizer(path, eod=eod or found.eos_token)
-    except DataError as error:
+    except TokenizerError as error:
         raise ExchangeError(f"{error}; name its token with --eod, or remove the file") from error
     tokenizer.save(run.tokenizer)
     return SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mt_data import Tokenizer
 from mt_model import GPT
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_tokenizer import Tokenizer
 from torch import Tensor
 
 from mt_infer.completion import Completion, Delta

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import cast
 
-from mt_data import Tokenizer
 from mt_model import ModelConfig
+from mt_tokenizer import Tokenizer
 
 from mt_infer.engine.answer import Answer, is_wanted
 from mt_infer.engine.request import Request

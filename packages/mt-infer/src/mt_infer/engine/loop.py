@@ -7,8 +7,8 @@ from collections import deque
 from functools import partial
 
 import torch
-from mt_data import Tokenizer
 from mt_model import GPT
+from mt_tokenizer import Tokenizer
 
 from mt_infer.choosing import NO_TOKEN, no_token_error
 from mt_infer.completion import End

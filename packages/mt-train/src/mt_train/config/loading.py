@@ -434,11 +434,11 @@ def planned_vocab_size(loaded: LoadedConfig) -> int:
     data = loaded.config.data
     if data.tokenizer is None:
         return loaded.config.model.vocab_size or 1 if data.train else data.vocab_size
-    from mt_data import DataError, load_tokenizer
+    from mt_tokenizer import TokenizerError, load_tokenizer
 
     try:
         return load_tokenizer(Path(data.tokenizer), eod=data.eod).vocab_size
-    except (DataError, FileError) as error:
+    except (TokenizerError, FileError) as error:
         raise loaded.error("data.tokenizer", str(error)) from error
 
 

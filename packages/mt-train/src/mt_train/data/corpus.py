@@ -15,18 +15,15 @@ from typing import Any
 
 from mt_ckpt import RunFolder, latest_checkpoint
 from mt_data import (
-    DEFAULT_SPECIAL,
     Document,
     IndexedDataset,
-    Tokenizer,
     build_corpus,
-    load_tokenizer,
     read_documents,
     split_documents,
     standard_library_sources,
-    train_tokenizer,
 )
 from mt_files import FileError, read_json, sync, write_file
+from mt_tokenizer import DEFAULT_SPECIAL, Tokenizer, load_tokenizer, train_tokenizer
 
 from mt_train.config.loading import STANDARD_LIBRARY, LoadedConfig
 

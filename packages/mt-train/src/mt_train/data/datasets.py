@@ -17,11 +17,11 @@ from mt_data import (
     SpanCorruption,
     SpanDataset,
     SpanVocabulary,
-    Tokenizer,
     TokenRanges,
     split_ranges,
 )
 from mt_model import ModelConfig
+from mt_tokenizer import Tokenizer
 
 from mt_train.config.data_section import MaskingSection
 from mt_train.config.run_config import RunConfig

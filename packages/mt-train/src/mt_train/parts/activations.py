@@ -16,7 +16,7 @@ from mt_train.parts.part import Setup, TrainerPart
 from mt_train.reporting.metrics import Record
 
 if TYPE_CHECKING:
-    from mt_data import Tokenizer
+    from mt_tokenizer import Tokenizer
 
     from mt_train.config.loading import LoadedConfig
 

@@ -17,11 +17,11 @@ from mt_ckpt import (
     open_arrays,
     param_shards,
 )
-from mt_data import DataError, Tokenizer, load_tokenizer
 from mt_files import FileError, shorten
 from mt_hf import ExchangeError, Pretrained, open_pretrained, read_description
 from mt_model import GPT, ModelConfig, MoEConfig, StackConfig, load_recorded_plugins, saved_buffers
 from mt_parallel_state import ParallelLayout, ParallelState, WgradStore
+from mt_tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torch import Tensor
 
 from mt_train.config.loading import LoadedConfig
@@ -78,7 +78,7 @@ class Distillation(TrainerPart):
             raise loaded.error(field, "is for decoders, and the model has an encoder; leave it out")
         try:
             teacher, theirs = read_teacher(folder), _tokenizer_digest(folder)
-        except (CheckpointError, DataError, ExchangeError, FileError) as error:
+        except (CheckpointError, TokenizerError, ExchangeError, FileError) as error:
             raise loaded.error(field, str(error)) from error
         if teacher.vocab_size != model.vocab_size:
             text = (

@@ -20,7 +20,7 @@ from mt_train.parts.update import Update
 from mt_train.reporting.metrics import Record
 
 if TYPE_CHECKING:
-    from mt_data import Tokenizer
+    from mt_tokenizer import Tokenizer
 
     from mt_train.config.loading import LoadedConfig
     from mt_train.config.run_config import RunConfig

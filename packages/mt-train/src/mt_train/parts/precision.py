@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from mt_ckpt import RunFolder
-from mt_data import Tokenizer
 from mt_data_parallel import GradBuffer
 from mt_files import did_you_mean, multiples_near, shorten
 from mt_fp8 import DelayedScales, PrimaryWeights, Recipe, end_step
@@ -30,6 +29,7 @@ from mt_tensor_parallel import (
     RowParallelLinear,
     quantize_gemms,
 )
+from mt_tokenizer import Tokenizer
 from torch import Tensor, nn
 
 from mt_train.config.loading import LoadedConfig

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-from mt_data import Tokenizer
 from mt_data_parallel import GradBuffer
 from mt_files import FileError
 from mt_model import GPT, FakeQuantizedGemm, ModelConfig, block_linears, fake_quantize, kv_formats
@@ -13,6 +12,7 @@ from mt_moe import unfuse_experts
 from mt_parallel_state import ParallelLayout, ParallelState, share_json
 from mt_quant import Decision, QuantizationConfig, QuantizationError, training_obstacle
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mt_tokenizer import Tokenizer
 
 from mt_train.config.loading import LoadedConfig
 from mt_train.config.quantization_section import QuantizationSection

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mt_ckpt import RunFolder, clean
-from mt_data import Tokenizer, load_tokenizer
 from mt_files import FolderLock, read_bytes, remove_temporaries, write_file
 from mt_hf import ExchangeError, find_family, read_description
 from mt_model import ModelConfig
 from mt_parallel_state import DistributedEnv, ParallelState
+from mt_tokenizer import Tokenizer, load_tokenizer
 
 from mt_train.agreement import summed
 from mt_train.config.loading import LoadedConfig, planned_vocab_size

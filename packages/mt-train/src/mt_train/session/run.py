@@ -18,7 +18,6 @@ from mt_data import (
     MixedRows,
     MixedSamples,
     SequentialWindows,
-    Tokenizer,
     count_text_bytes,
     mixture_sources,
 )
@@ -33,6 +32,7 @@ from mt_parallel_state import (
     report_hangs,
     stop_signals,
 )
+from mt_tokenizer import Tokenizer
 
 from mt_train.agreement import summed
 from mt_train.config.loading import LoadedConfig, to_yaml

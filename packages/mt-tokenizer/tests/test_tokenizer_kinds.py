@@ -6,14 +6,10 @@ import os
 import numpy as np
 import pytest
 import tokenizers
-from mt_data import (
-    DataError,
-    DataFileError,
-    Document,
-    IndexedDataset,
+from mt_tokenizer import (
     Tokenizer,
-    build_corpus,
-    count_text_bytes,
+    TokenizerError,
+    TokenizerFileError,
     load_tokenizer,
     train_tokenizer,
 )
@@ -34,20 +30,6 @@ def path(request, tmp_path, make_engine, make_model):
         path = tmp_path / "tokenizer.json"
         make_engine(request.param).save(str(path))
     return path
-
-
-def test_any_tokenizer_builds_and_its_text_bytes_are_counted_exactly(path, tmp_path, texts):
-    tokenizer = load_tokenizer(path)
-    documents = [Document(path="x", text=text) for text in texts]
-    stats = build_corpus(documents, tmp_path / "c", tokenizer)
-    dataset = IndexedDataset(tmp_path / "c")
-    exact = sum(len(text.encode()) for text in texts)
-    assert stats.bytes == count_text_bytes(dataset, tokenizer) == exact
-    assert all(document[-1] == tokenizer.eod_id for document in map(dataset.document, range(25)))
-    # Without the record they are counted by decoding: near, and exact where nothing is normalised.
-    (tmp_path / "c.json").unlink()
-    counted = count_text_bytes(IndexedDataset(tmp_path / "c"), tokenizer)
-    assert counted == pytest.approx(exact, rel=0.1)
 
 
 def test_bytes_of_tokens_are_the_text_but_for_spaces(path):
@@ -136,7 +118,7 @@ def test_known_end_of_document_token_is_found(names, found):
     ],
 )
 def test_end_of_document_token_is_never_guessed(names, message):
-    with pytest.raises(DataError) as error:
+    with pytest.raises(TokenizerError) as error:
         Tokenizer(special(*names))
     assert str(error.value).startswith(message)
     assert "name it: --eod NAME" in str(error.value)
@@ -177,7 +159,7 @@ BOMBS = [
 def test_normaliser_that_blows_texts_up_is_refused(tmp_path, normalizer):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(edited(normalizer=normalizer)))
-    with pytest.raises(DataFileError, match=r"is not a tokenizer.json \(") as error:
+    with pytest.raises(TokenizerFileError, match=r"is not a tokenizer.json \(") as error:
         load_tokenizer(path)
     assert len(str(error.value)) < 1000
 
@@ -196,7 +178,7 @@ def test_id_that_no_vocabulary_has_is_refused(tmp_path, number):
     record["model"]["vocab"]["zz"] = number
     path.write_text(json.dumps(record))
     with pytest.raises(
-        DataFileError, match=r"token 'zz' has the id .*an id must be an integer from"
+        TokenizerFileError, match=r"token 'zz' has the id .*an id must be an integer from"
     ):
         load_tokenizer(path)
 
@@ -215,7 +197,7 @@ def test_id_that_no_vocabulary_has_is_refused(tmp_path, number):
 def test_hostile_tokenizer_is_a_typed_error(tmp_path, changes):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(edited(**changes)))
-    with pytest.raises(DataFileError, match=r"is not a tokenizer\.json"):
+    with pytest.raises(TokenizerFileError, match=r"is not a tokenizer\.json"):
         load_tokenizer(path)
 
 
@@ -230,7 +212,7 @@ def test_panic_of_the_library_is_a_typed_error(monkeypatch):
             raise PanicException("index out of bounds")
 
     monkeypatch.setattr(tokenizer.engine, "_inner", Engine())
-    with pytest.raises(DataError, match=r"cannot encode this text .index out of bounds."):
+    with pytest.raises(TokenizerError, match=r"cannot encode this text .index out of bounds."):
         tokenizer.encode("x")
 
 
@@ -247,7 +229,7 @@ def test_random_edits_of_a_tokenizer_are_typed_errors_or_load(tmp_path):
         try:
             tokenizer = load_tokenizer(path)
             _ = tokenizer.encode("the fox"), tokenizer.token_bytes
-        except DataError:
+        except TokenizerError:
             refused += 1
     assert refused > 50
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mt_data.error import DataError
+from mt_tokenizer.error import TokenizerError
 
 NUM_BYTES = 256
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # sentencepiece's sign for a space
@@ -23,7 +23,7 @@ def piece_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
         decoder: The `decoder` of a `tokenizer.json`.
 
     Raises:
-        DataError: This kind of decoder is not supported.
+        TokenizerError: This kind of decoder is not supported.
     """
     if decoder is None or decoder.get("type") is None:
         return lambda token: b" " + token.encode()  # without a decoder tokens are joined by spaces
@@ -44,7 +44,7 @@ def piece_decoder(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
             replaced.append((step["pattern"]["String"], step.get("content", "")))
         elif kind != "ByteFallback":
             joined = " joined with others" if len(steps) > 1 else ""
-            raise DataError(
+            raise TokenizerError(
                 f"the bytes of a token are unknown for a tokenizer that decodes with {kind!r}"
                 f"{joined}; supported are ByteLevel, Metaspace, WordPiece and BPEDecoder, and "
                 "sequences of Replace, ByteFallback, Fuse, Strip and Metaspace"

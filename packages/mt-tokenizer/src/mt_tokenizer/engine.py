@@ -10,9 +10,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any, TypeAlias
 
-from mt_data.error import DataError, is_library_error, require, shorten
-from mt_data.tokenizers.pieces import piece_decoder, space_piece
-from mt_data.tokenizers.schema import MAX_VOCABULARY
+from mt_files import require
+
+from mt_tokenizer.error import TokenizerError, is_library_error
+from mt_tokenizer.pieces import piece_decoder, space_piece
+from mt_tokenizer.schema import MAX_VOCABULARY
 
 _REASON = 300
 
@@ -100,7 +102,7 @@ class ModelEngine:
             self._inner = library.SentencePieceProcessor(model_proto=content)
             size = int(self._inner.vocab_size())
         if not 0 < size < MAX_VOCABULARY:
-            raise DataError(f"has {size} tokens; 1 to {MAX_VOCABULARY - 1} are accepted")
+            raise TokenizerError(f"has {size} tokens; 1 to {MAX_VOCABULARY - 1} are accepted")
         names = [self._inner.id_to_piece(number) for number in range(size)]
         self.vocabulary = {name: number for number, name in enumerate(names)}
         self.special_tokens = {
@@ -157,13 +159,13 @@ Engine: TypeAlias = JsonEngine | ModelEngine
 
 @contextmanager
 def _reported(problem: str) -> Iterator[None]:
-    """Turn any exception of the library, even a panic, into a DataError."""
+    """Turn any exception of the library, even a panic, into a TokenizerError."""
     try:
         yield
-    except (DataError, ImportError, MemoryError, UnicodeEncodeError, TypeError):
+    except (TokenizerError, ImportError, MemoryError, UnicodeEncodeError, TypeError):
         raise
     except BaseException as error:
         if not is_library_error(error):
             raise
-        reason = shorten(str(error), _REASON)
-        raise DataError(f"{problem} ({reason})") from None
+        reason = str(error)[:_REASON]
+        raise TokenizerError(f"{problem} ({reason})") from None

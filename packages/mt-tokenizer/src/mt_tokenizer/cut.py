@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from mt_data.error import DataError
+from mt_tokenizer.error import TokenizerError
 
 PART = 1 << 18  # characters encoded at once
 LONGEST = 1 << 21  # largest part if there is no place to cut
@@ -31,7 +31,7 @@ def cut(text: str, encode: _Encode) -> Iterator[str]:
         encode: Function that returns the ids of texts.
 
     Raises:
-        DataError: More than `LONGEST` characters have no place to cut.
+        TokenizerError: More than `LONGEST` characters have no place to cut.
     """
     start = 0
     while len(text) - start > PART:
@@ -49,7 +49,7 @@ def _find(text: str, start: int, encode: _Encode) -> tuple[int, int] | None:
     low, high = start + PART - _WINDOW, start + PART
     while low < len(text):
         if low - start > LONGEST:
-            raise DataError(
+            raise TokenizerError(
                 f"a text of {len(text)} characters has no place to cut it in the {LONGEST} "
                 f"characters from {start} on, so it can't be tokenized in bounded memory; split it "
                 "into documents, or leave it out"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
-from mt_data.error import DataError, at_least
-from mt_data.tokenizers.fast import Encoded, FastEncoder, encode_flat, fast_encoder
-from mt_data.tokenizers.tokenizer import Tokenizer
+from mt_tokenizer.error import TokenizerError
+from mt_tokenizer.fast import Encoded, FastEncoder, encode_flat, fast_encoder
+from mt_tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -42,7 +42,8 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, fast: bool | None = None, workers: int = 1) -> None:
-        at_least(1, workers=workers)
+        if workers < 1:
+            raise TokenizerError(f"workers is {workers}; it must be at least 1")
         self.tokenizer = tokenizer
         self.workers = workers
         self.library = "tokenizers" if tokenizer.suffix == ".json" else "sentencepiece"
@@ -55,7 +56,7 @@ class Encoder:
         if fast:
             self._decide()
             if self.obstacle is not None:
-                raise DataError(f"gigatoken cannot serve: {self.obstacle}")
+                raise TokenizerError(f"gigatoken cannot serve: {self.obstacle}")
 
     def __enter__(self) -> Encoder:
         return self
@@ -108,7 +109,7 @@ class Encoder:
     ) -> Iterator[tuple[_Item, Encoded]]:
         from concurrent.futures import ThreadPoolExecutor
 
-        from mt_data.tokenizers.workers import Worker
+        from mt_tokenizer.workers import Worker
 
         idle: deque[Worker] = deque()
         threads: ThreadPoolExecutor | None = None

@@ -12,12 +12,13 @@ from typing import Any
 
 import mt_files
 import numpy as np
+from mt_files import listed, require, shorten
 from numpy.typing import ArrayLike, NDArray
 
-from mt_data.error import DataError, DataFileError, listed, quote, require
-from mt_data.tokenizers.cut import PART, cut
-from mt_data.tokenizers.engine import Engine, JsonEngine, ModelEngine
-from mt_data.tokenizers.schema import check_record
+from mt_tokenizer.cut import PART, cut
+from mt_tokenizer.engine import Engine, JsonEngine, ModelEngine
+from mt_tokenizer.error import TokenizerError, TokenizerFileError
+from mt_tokenizer.schema import check_record
 
 # Known names of end-of-document tokens. A tokenizer without exactly one of them needs `eod`.
 EOD_NAMES = (
@@ -50,7 +51,7 @@ class Tokenizer:
             among `EOD_NAMES`.
 
     Raises:
-        DataError: `eod` is None, and not exactly one token is known to end documents.
+        TokenizerError: `eod` is None, and not exactly one token is known to end documents.
     """
 
     def __init__(self, engine: Any, *, eod: str | None = None) -> None:
@@ -58,7 +59,7 @@ class Tokenizer:
         self._vocabulary = self._engine.vocabulary
         ids = set(self._vocabulary.values())
         if len(ids) != len(self._vocabulary):
-            raise DataError("two tokens of the vocabulary share one id")
+            raise TokenizerError("two tokens of the vocabulary share one id")
         self.special_tokens = self._engine.special_tokens
         self.vocab_size = max(ids, default=-1) + 1
         self.eod_token = self._find_eod(eod)
@@ -66,7 +67,7 @@ class Tokenizer:
 
     def _find_eod(self, name: str | None) -> str:
         if not self.special_tokens:
-            raise DataError(
+            raise TokenizerError(
                 "the tokenizer has no special token, and one must end documents; add one, such as "
                 "'<|eod|>', with the tokenizers library"
             )
@@ -74,20 +75,20 @@ class Tokenizer:
         how = "name it: --eod NAME on the command line, data.eod in a run's YAML file, eod= here"
         if name is not None:
             if name not in self.special_tokens:
-                raise DataError(
-                    f"end-of-document token {quote(name)} is not a special token of this "
+                raise TokenizerError(
+                    f"end-of-document token {shorten(name)} is not a special token of this "
                     f"tokenizer; it has {specials}"
                 )
             return name
         known = [known for known in EOD_NAMES if known in self.special_tokens]
         if not known:
-            raise DataError(
+            raise TokenizerError(
                 f"no special token is known to end documents; the tokenizer has {specials}: {how}"
             )
         if len(known) > 1:  # BERT's stands between texts, too
             known = [each for each in known if each != "[SEP]"]
         if len(known) > 1:
-            raise DataError(
+            raise TokenizerError(
                 f"more than one special token may end documents: {listed(known)}; {how}"
             )
         return known[0]
@@ -115,7 +116,7 @@ class Tokenizer:
         A long text is encoded in parts, so that memory is bounded; the ids are the same.
 
         Raises:
-            DataError: A text is not a string, or has megabytes without a place to cut.
+            TokenizerError: A text is not a string, or has megabytes without a place to cut.
         """
         try:
             if all(len(text) <= PART for text in texts):
@@ -147,8 +148,8 @@ class Tokenizer:
         ]
         ids = [number for part in parts for number in self._encode_long(part)]
         if self.eod_id in ids:
-            raise DataError(
-                f"the tokenizer makes its end-of-document token {quote(self.eod_token)} of plain "
+            raise TokenizerError(
+                f"the tokenizer makes its end-of-document token {shorten(self.eod_token)} of plain "
                 "text, which would end documents early; name another with --eod, data.eod or eod="
             )
         return ids
@@ -225,13 +226,13 @@ class Tokenizer:
         if numbers.size == 0:
             return np.empty(0, np.int64)
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
-            raise DataError(
+            raise TokenizerError(
                 f"token ids must be one row of integers, got {numbers.dtype.name} of shape "
                 f"{numbers.shape}"
             )
         low, high = int(numbers.min()), int(numbers.max())
         if low < 0 or high >= self.vocab_size:
-            raise DataError(
+            raise TokenizerError(
                 f"token id {low if low < 0 else high} is outside the vocabulary of "
                 f"{self.vocab_size}: mask a padded vocabulary before choosing tokens"
             )
@@ -252,21 +253,21 @@ def load_tokenizer(path: str | os.PathLike[str], *, eod: str | None = None) -> T
         eod: Name of the special token that ends a document; see `Tokenizer`.
 
     Raises:
-        DataFileError: The file is not a valid tokenizer.
+        TokenizerFileError: The file is not a valid tokenizer.
         FileError: The file can't be read; see `mt_files.read_bytes`.
     """
     name = os.fspath(path)
     if Path(path).is_dir():
-        raise DataFileError(name, "is a folder; give the tokenizer.json or .model in it")
+        raise TokenizerFileError(name, "is a folder; give the tokenizer.json or .model in it")
     content = mt_files.read_bytes(Path(path), limit=MAX_FILE)
     try:
         return Tokenizer(_engine(content), eod=eod)
     except mt_files.FileError as error:
         problem = f"is not a tokenizer.json ({error.problem}); {_ADVICE}"
-        raise DataFileError(name, problem) from None
-    except DataError as error:
+        raise TokenizerFileError(name, problem) from None
+    except TokenizerError as error:
         advice = f"; {_ADVICE}" if "is not a tokenizer.json (" in str(error) else ""
-        raise DataFileError(name, f"{error}{advice}") from None
+        raise TokenizerFileError(name, f"{error}{advice}") from None
 
 
 _ADVICE = "give the file of a Hugging Face model, or one written by mt-data or mt-train"
@@ -279,8 +280,8 @@ def _engine(content: bytes) -> Engine:
     require("tokenizers", "loading a tokenizer")
     try:
         check_record(mt_files.parse_json(content, name="it"))
-    except DataError as error:
-        raise DataError(f"is not a tokenizer.json ({error})") from None
+    except TokenizerError as error:
+        raise TokenizerError(f"is not a tokenizer.json ({error})") from None
     return JsonEngine.from_bytes(content)
 
 
@@ -299,14 +300,14 @@ def check_text(text: object, number: int) -> None:
     """Refuse an object that can't be stored as text.
 
     Raises:
-        DataError: It is not a string, or has a lone surrogate.
+        TokenizerError: It is not a string, or has a lone surrogate.
     """
     if not isinstance(text, str):
-        raise DataError(f"text {number} is {type(text).__name__}, not str")
+        raise TokenizerError(f"text {number} is {type(text).__name__}, not str")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(
+        raise TokenizerError(
             f"text {number} has a lone surrogate {text[error.start]!r} at position {error.start}, "
             "which is not a character; replace it first"
         ) from None

@@ -18,9 +18,9 @@ from typing import BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.error import DataError
-from mt_data.tokenizers.fast import FastEncoder, encode_flat
-from mt_data.tokenizers.tokenizer import Tokenizer, from_bytes
+from mt_tokenizer.error import TokenizerError
+from mt_tokenizer.fast import FastEncoder, encode_flat
+from mt_tokenizer.tokenizer import Tokenizer, from_bytes
 
 _HEAD = struct.Struct("<BQQ")
 _START, _TEXTS, _IDS, _ERROR = range(4)
@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(self, tokenizer: Tokenizer, *, fast: FastEncoder | None) -> None:
         # -P: do not import from the working directory.
-        command = [sys.executable, "-P", "-m", "mt_data.tokenizers.workers"]
+        command = [sys.executable, "-P", "-m", "mt_tokenizer.workers"]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -45,7 +45,7 @@ class Worker:
         """Return the concatenated ids of texts, and the count of each text.
 
         Raises:
-            DataError: The texts can't be encoded, or the process ended.
+            TokenizerError: The texts can't be encoded, or the process ended.
         """
         parts = [text.encode() for text in texts]
         sizes = np.fromiter(map(len, parts), np.int64, len(parts))
@@ -53,12 +53,12 @@ class Worker:
             _send(self._input, _TEXTS, sizes.tobytes(), b"".join(parts))
             kind, first, second = _receive(self._output)
         except (OSError, EOFError) as error:
-            raise DataError(
+            raise TokenizerError(
                 f"a process that encodes text ended early ({error or 'it was killed'}); was "
                 "there enough memory? Use fewer --workers"
             ) from None
         if kind == _ERROR:
-            raise DataError(second.decode())
+            raise TokenizerError(second.decode())
         return np.frombuffer(second, np.int32), np.frombuffer(first, np.int64)
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ def main() -> None:
             texts = [blob[a:b].decode() for a, b in zip(starts, ends, strict=True)]
             try:
                 ids, counts = encode_flat(tokenizer, fast, texts)
-            except DataError as error:
+            except TokenizerError as error:
                 _send(sink, _ERROR, b"", str(error).encode())
             else:
                 _send(sink, _IDS, counts.tobytes(), ids.astype(np.int32).tobytes())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from mt_data.error import DataError, quote, require
-from mt_data.tokenizers.pieces import NUM_BYTES
-from mt_data.tokenizers.tokenizer import Tokenizer, check_text
+from mt_files import require, shorten
+
+from mt_tokenizer.error import TokenizerError
+from mt_tokenizer.pieces import NUM_BYTES
+from mt_tokenizer.tokenizer import Tokenizer, check_text
 
 DEFAULT_SPECIAL = ("<|eod|>",)
 MAX_WORD = 1024
@@ -46,7 +48,7 @@ def train_tokenizer(
     _check_special(special)
     smallest = NUM_BYTES + len(special)
     if not smallest <= vocab_size <= MAX_TRAINED_VOCABULARY:
-        raise DataError(
+        raise TokenizerError(
             f"vocab_size is {vocab_size}; it must be at least {smallest}: 256 bytes and "
             f"{len(special)} special tokens, and at most {MAX_TRAINED_VOCABULARY}"
         )
@@ -75,8 +77,8 @@ def _pre_tokenizers(library: Any, pattern: str) -> list[Any]:
     try:
         regex = library.Regex(PATTERNS.get(pattern, pattern))
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
-        raise DataError(
-            f"pattern {quote(pattern)} is neither one of {sorted(PATTERNS)} nor a regular "
+        raise TokenizerError(
+            f"pattern {shorten(pattern)} is neither one of {sorted(PATTERNS)} nor a regular "
             f"expression: {error}"
         ) from None
     return [
@@ -87,11 +89,11 @@ def _pre_tokenizers(library: Any, pattern: str) -> list[Any]:
 
 def _check_special(special: Sequence[str]) -> None:
     if not special or len(set(special)) != len(special):
-        raise DataError(f"special is {list(special)}; give one or more distinct names")
+        raise TokenizerError(f"special is {list(special)}; give one or more distinct names")
     for name in special:
         if len(name) < 2 or not name.isascii() or not name.isprintable():
-            raise DataError(
-                f"special token {quote(name)} must have two or more printable ASCII characters, "
+            raise TokenizerError(
+                f"special token {shorten(name)} must have two or more printable ASCII characters, "
                 "so that it cannot be mistaken for a byte"
             )
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_data import DataError, DataFileError, load_tokenizer, train_tokenizer
-from mt_data.error import MissingExtraError
-from mt_data.tokenizers.pieces import byte_characters
-from mt_data.tokenizers.training import PATTERNS
+from mt_files import MissingExtraError
+from mt_tokenizer import TokenizerError, TokenizerFileError, load_tokenizer, train_tokenizer
+from mt_tokenizer.pieces import byte_characters
+from mt_tokenizer.training import PATTERNS
 
 WORDS = " ".join(f"w{n * n}x{n}" for n in range(300))
 TEXTS = [
@@ -139,25 +139,27 @@ def test_cut_character_is_bytes_first_and_a_mark_in_text(plain):
 def test_id_outside_the_vocabulary_is_refused(plain, ids):
     for decode in (plain.decode, plain.decode_bytes):
         with pytest.raises(
-            DataError, match=rf"token id {ids[-1]} is outside the vocabulary of 400"
+            TokenizerError, match=rf"token id {ids[-1]} is outside the vocabulary of 400"
         ):
             decode(ids)
 
 
 def test_ids_must_be_a_row_of_integers(plain):
-    with pytest.raises(DataError, match="one row of integers, got float64"):
+    with pytest.raises(TokenizerError, match="one row of integers, got float64"):
         plain.decode([0.5])
-    with pytest.raises(DataError, match=r"of shape \(1, 2\)"):
+    with pytest.raises(TokenizerError, match=r"of shape \(1, 2\)"):
         plain.decode([[1, 2]])
     assert plain.decode([]) == plain.decode(np.array([], np.int64)) == ""
 
 
 def test_text_that_is_no_text_is_named(plain):
-    with pytest.raises(DataError, match=r"text 1 has a lone surrogate '\\ud800' at position 2"):
+    with pytest.raises(
+        TokenizerError, match=r"text 1 has a lone surrogate '\\ud800' at position 2"
+    ):
         plain.encode_batch(["fine", "ab\ud800"])
-    with pytest.raises(DataError, match="text 0 is int, not str"):
+    with pytest.raises(TokenizerError, match="text 0 is int, not str"):
         plain.encode_batch([5])
-    with pytest.raises(DataError, match="text 0 is bytes, not str"):
+    with pytest.raises(TokenizerError, match="text 0 is bytes, not str"):
         train_tokenizer([b"x"], 300)
 
 
@@ -176,7 +178,7 @@ def test_text_that_is_no_text_is_named(plain):
     ],
 )
 def test_impossible_training_says_why(options, message):
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(TokenizerError, match=message):
         train_tokenizer(TEXTS, **options)
 
 
@@ -184,7 +186,7 @@ def test_impossible_training_says_why(options, message):
 def test_broken_tokenizer_file_is_named(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(DataFileError) as error:
+    with pytest.raises(TokenizerFileError) as error:
         load_tokenizer(path)
     assert str(error.value).startswith(f"{path}: is not a tokenizer.json (")
     assert str(error.value).endswith(
@@ -193,7 +195,7 @@ def test_broken_tokenizer_file_is_named(tmp_path, content):
 
 
 def test_folder_given_as_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(DataFileError) as error:
+    with pytest.raises(TokenizerFileError) as error:
         load_tokenizer(tmp_path)
     assert str(error.value) == f"{tmp_path}: is a folder; give the tokenizer.json or .model in it"
 
@@ -203,12 +205,14 @@ def test_end_of_document_token_is_found_or_asked_for(tmp_path):
     train_tokenizer(TEXTS, 300, ("<|first|>", "</s>")).save(path)
     assert load_tokenizer(path).eod_id == 1
     assert load_tokenizer(path, eod="<|first|>").eod_id == 0
-    with pytest.raises(DataFileError, match=r"'<x>' is not a special token .*'<|first|>'"):
+    with pytest.raises(TokenizerFileError, match=r"'<x>' is not a special token .*'<|first|>'"):
         load_tokenizer(path, eod="<x>")
     record = json.loads(path.read_text())
     record["added_tokens"] = []
     path.write_text(json.dumps(record))
-    with pytest.raises(DataFileError, match=r"json: the tokenizer has no special token") as error:
+    with pytest.raises(
+        TokenizerFileError, match=r"json: the tokenizer has no special token"
+    ) as error:
         load_tokenizer(path)
     assert "add one, such as '<|eod|>', with the tokenizers library" in str(error.value)
 
@@ -219,7 +223,7 @@ def test_bytes_of_other_tokenizers_are_not_guessed(tmp_path):
     record["decoder"] = {"type": "CTC", "pad_token": "_", "word_delimiter_token": "|"}
     record["decoder"]["cleanup"] = False
     path.write_text(json.dumps(record))
-    with pytest.raises(DataError, match="unknown for a tokenizer that decodes with 'CTC'"):
+    with pytest.raises(TokenizerError, match="unknown for a tokenizer that decodes with 'CTC'"):
         _ = load_tokenizer(path).token_bytes
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mt_files import FileError, read_json, write_file
+from mt_files import FileError, read_json, shorten, write_file
 from numpy.typing import NDArray
 
-from mt_data.error import DataError, is_library_error, shorten
-from mt_data.tokenizers.cut import LONGEST
-from mt_data.tokenizers.engine import Engine, JsonEngine
-from mt_data.tokenizers.tokenizer import Tokenizer, check_text
+from mt_tokenizer.cut import LONGEST
+from mt_tokenizer.engine import Engine, JsonEngine
+from mt_tokenizer.error import TokenizerError, is_library_error
+from mt_tokenizer.tokenizer import Tokenizer, check_text
 
 Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
 RENEW_BYTES = 1 << 28
@@ -105,11 +105,11 @@ def fast_encoder(engine: Engine, sample: Sequence[str] = ()) -> FastEncoder | st
         encoder = FastEncoder(engine, avoid=avoid)
         for text, is_same in _compared(engine, plain, [*_AWKWARD, *sample]):
             if not is_same and encoder.serves(text):
-                return f"it gives other ids for {shorten(repr(text), _REASON)}"
+                return f"it gives other ids for {shorten(text, _REASON)}"
     except BaseException as error:
         if not is_library_error(error):
             raise
-        return f"it refuses this tokenizer: {shorten(str(error).splitlines()[0], _REASON)}"
+        return f"it refuses this tokenizer: {str(error).splitlines()[0][:_REASON]}"
     if len(avoid) > _MOST_AVOIDED or min(avoid, default="\U0010ffff") < _LOWEST_AVOIDED:
         return f"it gives other ids for {len(avoid)} characters, such as {min(avoid)!r}"
     return encoder
@@ -188,7 +188,7 @@ def _load(content: str) -> Any:
     library = importlib.import_module("gigatoken")
     tokenizer = library.Tokenizer.from_json(content)
     if not hasattr(tokenizer, "encode_batch"):
-        raise DataError("this version of gigatoken has no encode_batch")
+        raise TokenizerError("this version of gigatoken has no encode_batch")
     return tokenizer
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mt_data.error import DataError, quote
+from mt_files import shorten
+
+from mt_tokenizer.error import TokenizerError
 
 MAX_VOCABULARY = 1 << 22
 MAX_GROWTH = 256
@@ -21,10 +23,10 @@ def check_record(record: object) -> None:
     """Check the parts of a `tokenizer.json` that the library does not check itself.
 
     Raises:
-        DataError: The message has the problem and its place in the file.
+        TokenizerError: The message has the problem and its place in the file.
     """
     if not isinstance(record, dict):
-        raise DataError(f"expected a JSON object, found {type(record).__name__}")
+        raise TokenizerError(f"expected a JSON object, found {type(record).__name__}")
     for part in ("normalizer", "decoder"):
         _check_growth(part, record.get(part))
     model = record.get("model")
@@ -36,7 +38,7 @@ def check_record(record: object) -> None:
             _check_affix(f"model.{name}", model.get(name))
     added = record.get("added_tokens") or []
     if not isinstance(added, list):
-        raise DataError(f"added_tokens is {quote(added)}; it must be a list")
+        raise TokenizerError(f"added_tokens is {shorten(added)}; it must be a list")
     for token in added:
         if isinstance(token, dict):
             _check_id(token.get("content"), token.get("id"))
@@ -44,9 +46,9 @@ def check_record(record: object) -> None:
 
 def _check_id(token: object, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MAX_VOCABULARY:
-        raise DataError(
-            f"token {quote(token)} has the id {quote(number)}; an id must be an integer from 0 to "
-            f"{MAX_VOCABULARY - 1}"
+        raise TokenizerError(
+            f"token {shorten(token)} has the id {shorten(number)}; an id must be an integer from 0 "
+            f"to {MAX_VOCABULARY - 1}"
         )
 
 
@@ -55,8 +57,9 @@ def _check_affix(name: str, value: object) -> None:
     if not isinstance(value, str):
         return
     if len(value) > MAX_AFFIX or (name.endswith("prefix") and not value.isascii()):
-        raise DataError(
-            f"{name} is {quote(value)}; it may have up to {MAX_AFFIX} characters, ASCII in a prefix"
+        raise TokenizerError(
+            f"{name} is {shorten(value)}; it may have up to {MAX_AFFIX} characters, ASCII in a "
+            "prefix"
         )
 
 
@@ -66,7 +69,7 @@ def _check_growth(part: str, content: object) -> None:
     for step in _steps(content):
         growth *= _growth(part, step)
     if growth > MAX_GROWTH:
-        raise DataError(
+        raise TokenizerError(
             f"its {part} can make a text {growth:.3g} times as long; up to {MAX_GROWTH} times is "
             "accepted"
         )
@@ -112,8 +115,8 @@ def _precompiled_growth(charsmap: object) -> float:
     try:
         blob = binascii.a2b_base64(charsmap, strict_mode=True)
     except (binascii.Error, ValueError):
-        raise DataError("its precompiled_charsmap is damaged") from None
+        raise TokenizerError("its precompiled_charsmap is damaged") from None
     size = int.from_bytes(blob[:_SIZE_BYTES], "little")
     if size % 4 or _SIZE_BYTES + size >= len(blob) or blob[-1:] != b"\0":
-        raise DataError("its precompiled_charsmap is damaged: sizes do not fit together")
+        raise TokenizerError("its precompiled_charsmap is damaged: sizes do not fit together")
     return max(1.0, *(len(text) for text in blob[_SIZE_BYTES + size :].split(b"\0")))

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 import pytest
-from mt_data import DataError, Tokenizer, train_tokenizer
-from mt_data.tokenizers import cut as cut_module
-from mt_data.tokenizers.cut import cut
+from mt_tokenizer import Tokenizer, TokenizerError, train_tokenizer
+from mt_tokenizer import cut as cut_module
+from mt_tokenizer.cut import cut
 
 WORDS = ["the", " fox", "\n", "  ", "dog", "123", "4", ".", ", ", "\t\n", "é", "日本", "_", "(x)"]
 TEXTS = ["".join(WORDS) * 30]
@@ -45,7 +45,9 @@ def test_text_without_a_place_to_cut_is_refused(make, monkeypatch):
     monkeypatch.setattr(cut_module, "LONGEST", 20_000)
     encode = make("gpt2").engine.encode_batch
     assert len(list(cut("x" * 20_000, encode))) == 1
-    with pytest.raises(DataError, match="a text of 50000 characters has no place to cut it in the"):
+    with pytest.raises(
+        TokenizerError, match="a text of 50000 characters has no place to cut it in the"
+    ):
         list(cut("x" * 50_000, encode))
 
 
@@ -64,8 +66,8 @@ def test_long_text_is_cut_by_encode(make, monkeypatch):
 
 def test_memory_is_bounded_whatever_a_texts_length(tmp_path):
     code = (
-        "import resource, mt_data; "
-        "tokenizer = mt_data.train_tokenizer(['the fox jumps. '] * 9, 300); "
+        "import resource, mt_tokenizer; "
+        "tokenizer = mt_tokenizer.train_tokenizer(['the fox jumps. '] * 9, 300); "
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
         "ids = tokenizer.encode('the fox jumps. ' * 400_000); "
         "after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "

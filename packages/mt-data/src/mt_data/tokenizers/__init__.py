@@ -1,1 +1,0 @@
-"""Text to token ids and back, in one process or several."""
