@@ -71,8 +71,7 @@ KINDS = {
     "fp16 with a scale that overflows, ZeRO-2": Kind(
         options=(
             "training.dtype=fp16",
-            "optimizer.loss_scale=dynamic",
-            f"optimizer.initial_loss_scale={2**22}",
+            f"optimizer.loss_scale={{initial: {2**22}}}",
             "data_parallel.strategy=optimizer_gradients",
         )
     ),
