@@ -91,6 +91,15 @@ def test_the_probe_finds_products_that_depend_on_the_number_of_rows():
     assert invariance_obstacle(short.eval()) is None
 
 
+def test_the_probe_runs_a_stage_from_drawn_features():
+    config, kernels = build("dense").config, Kernels(attention="invariant")
+    for layers in (range(1), range(1, 2)):
+        stage = GPT(config, layers=layers, kernels=kernels).eval()
+        assert invariance_obstacle(stage) is None
+    stage.layers["1"].mixer.qkv.gemm = build("dense", kernels="auto").layers["1"].mixer.qkv.gemm
+    assert "bits" in invariance_obstacle(stage)
+
+
 @pytest.mark.parametrize("how", [
     {"window": 5, "softcap": 2.0},
     {"documents": torch.arange(2 * 41).view(2, 41) // 15, "sinks": torch.randn(4).double()},

@@ -268,8 +268,8 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
     layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
     how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
-        # Graphs, stages and encoders are for one prompt at a time.
-        if command.cuda_graphs or command.pp > 1 or run.config.encoder_layers:
+        # Graphs and encoders are for one prompt at a time.
+        if command.cuda_graphs or run.config.encoder_layers:
             with same_run(run, state) as agreed:
                 generator = load_weights(agreed, state, **how)
             kept = {"kv_cache_dtype": command.kv_cache_dtype, "cuda_graphs": command.cuda_graphs}

@@ -32,8 +32,8 @@ from mt_infer.text import PromptError, TextStream, check_tokens
 class Engine:
     """A model that continues many prompts at once.
 
-    Its methods may be called from several threads; one of them runs the passes for all. Under
-    tensor or expert parallelism every rank makes the same calls.
+    Its methods may be called from several threads; one of them runs the passes for all. Ranks that
+    share a model's tensors, experts or layers make the same calls.
 
     Args:
         model: The model.
@@ -69,6 +69,7 @@ class Engine:
             vocab_size=vocab_size if tokenizer is None else tokenizer.vocab_size,
             tokenizer=tokenizer,
             step=None if run is None else run.step,
+            state=state,
         )
         self._weights = Weights(model, self._loop, run, state)
         self._intake = Intake(model.config, tokenizer, self.ends)

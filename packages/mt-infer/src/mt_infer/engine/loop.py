@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from mt_model import GPT
+from mt_parallel_state import ParallelState
 from mt_tokenizer import Tokenizer
 
 from mt_infer.choosing import NO_TOKEN, no_token_error
@@ -34,9 +35,11 @@ class Loop:
         vocab_size: Number of tokens to choose from.
         tokenizer: The model's; None for token lists alone.
         step: Step of its checkpoint.
+        state: This rank's place in the layout.
 
     Raises:
-        ValueError: The model is a stage or has an encoder, or can't take guesses back.
+        ValueError: The model is a stage without its place, has an encoder, or can't take guesses
+            back; or ranks share sequences.
     """
 
     def __init__(
@@ -47,13 +50,15 @@ class Loop:
         vocab_size: int,
         tokenizer: Tokenizer | None,
         step: int | None,
+        state: ParallelState | None,
     ) -> None:
-        if not (model.has_embedding and model.has_head) or model.config.encoder_layers:
+        if model.config.encoder_layers:
             raise ValueError(
-                "an engine serves decoders whose ranks hold all layers; load_run serves pipeline "
-                "stages and models with an encoder, one prompt at a time"
+                "an engine serves decoders; load_run serves models with an encoder, one prompt at "
+                "a time"
             )
-        self.runner, self.step_of_weights = Runner(model, options), step
+        _check_layout(model, state)
+        self.runner, self.step_of_weights = Runner(model, options, state), step
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         lasts = not (self.runner.has_states or self.runner.by_length)
         if options.speculate and not lasts:
@@ -173,3 +178,17 @@ class Loop:
     @staticmethod
     def _drafts(num_drafts: int, request: Request, most: int) -> list[int]:
         return ngram_drafts(request.tokens, min(num_drafts, most))
+
+
+def _check_layout(model: GPT, state: ParallelState | None) -> None:
+    """Refuse ranks that share sequences, and a stage whose other stages are not known."""
+    held, pp = len(model.layer_range), 1 if state is None else state.size("pp")
+    if (held < model.config.num_layers) != (pp > 1):
+        raise ValueError(
+            f"the model holds {held} of {model.config.num_layers} layers, and state has pp={pp}; "
+            "give the state with which the model was built"
+        )
+    if state is not None and state.size("cp") > 1:
+        raise ValueError(
+            f"cp={state.size('cp')}: pages need whole sequences; use tp, pp or ep in its place"
+        )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from mt_model import GPT, Slots
+from mt_parallel_state import ParallelState
+from mt_pipeline import Executor, TensorSpec
+from mt_schedule import make_schedule
 from torch import Tensor
 
 from mt_infer.engine.options import EngineOptions
@@ -18,14 +22,18 @@ class Runner:
     """A model with the pages of its requests.
 
     Args:
-        model: The model, whole but for its tensors, which ranks may share.
+        model: The model, or this rank's stage of it, with pages of its own layers.
         options: Sizes.
+        state: This rank's place in the layout.
     """
 
-    def __init__(self, model: GPT, options: EngineOptions) -> None:
+    def __init__(self, model: GPT, options: EngineOptions, state: ParallelState | None) -> None:
         self.model, self._options = model, options
         self.device = next(model.parameters()).device
-        mixers = model.generating().values()
+        self._stages = None if state is None else _stages_of(model, state)
+        # Of all stages, whose ranks have one schedule.
+        layers = range(model.config.encoder_layers, model.config.num_layers)
+        mixers = [mixer for index, mixer in model.config.mixers.items() if index in layers]
         self.has_states = any(not mixer.token_cache for mixer in mixers)
         longest = model.config.max_sequence_length
         rotary = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
@@ -67,7 +75,33 @@ class Runner:
             raise RuntimeError("the engine sleeps; call wake() before it serves requests")
         tokens, slots = slots_of(parts, places, self._options.block_size, self.device)
         batch = {"tokens": tokens, "cache": self._pages, "slots": slots}
-        return cast("Tensor", self.model(None, batch))[0]
+        if self._stages is None:
+            return cast("Tensor", self.model(None, batch))[0]
+        return self._stages.infer([batch], output=self._scored)[0][0]
+
+    def _scored(self, batch: Mapping[str, Any]) -> TensorSpec:
+        """Return what the last stage gives to all ranks."""
+        shape = 1, len(batch["slots"].scored), self.model.config.vocab_size
+        return TensorSpec(shape, self.model.shard.dtype)
+
+
+def _stages_of(model: GPT, state: ParallelState) -> Executor[Mapping[str, Any]] | None:
+    """Return the pipeline of a model's stages; None for one stage. Collective: its ranks meet."""
+    group = state.group("pp")
+    if group is None:
+        return None
+    schedule = make_schedule("1f1b", stages=dist.get_world_size(group), microbatches=1)
+    return Executor(
+        schedule,
+        model,
+        group=group,
+        activation=lambda batch: TensorSpec(
+            (*batch["tokens"].shape, model.config.hidden_size), model.shard.dtype
+        ),
+        device=state.device,
+        # Ranks of other pipelines would wait for the layers that a failed one skips.
+        stop_at_failure=state.layout.world_size > state.size("pp"),
+    )
 
 
 def slots_of(

@@ -1,0 +1,165 @@
+"""Ranks that share a model's tensors, experts or layers give the tokens of one process."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from mt_infer import Engine, EngineOptions, Sampling
+from mt_model import (
+    GPT,
+    AttentionConfig,
+    Kernels,
+    LayerConfig,
+    Mamba2Config,
+    MLPConfig,
+    MoEConfig,
+    RopeConfig,
+    gpt,
+)
+from mt_parallel_state import ParallelLayout, ParallelState
+from mt_schedule import split_layers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "max_sequence_length": 64,
+    "init_std": 0.4,
+}
+ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=RopeConfig())
+MAMBA = Mamba2Config(num_heads=4, head_dim=16, state_size=8)
+MLP = MLPConfig(ffn_size=48)
+EXPERTS = MoEConfig(num_experts=4, top_k=2, ffn_size=16)
+MODELS: dict[str, list[LayerConfig]] = {
+    "dense": [LayerConfig(mixer=ATTENTION, feed_forward=MLP)] * 2,
+    "experts": [LayerConfig(mixer=ATTENTION, feed_forward=EXPERTS)] * 2,
+    # One stage of two has states, and the other keys.
+    "hybrid": [LayerConfig(mixer=mixer, feed_forward=MLP) for mixer in (MAMBA, ATTENTION)],
+}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "ep 2": {"tp": 2, "ep": 2},
+    "tp 2, pp 2": {"tp": 2, "pp": 2},
+}
+OPTIONS: dict[str, Any] = {"blocks": 18, "block_size": 4, "max_batch": 5, "max_batch_tokens": 11}
+
+
+def built(name: str, state: ParallelState, **how: Any) -> GPT:
+    config = gpt(**SIZES, layers=MODELS[name])
+    layers = split_layers(config.num_layers, state.size("pp"))[state.index("pp")]
+    return GPT(config, state, layers=layers, seed=3, **how).eval()
+
+
+def requests(number: int) -> list[tuple[list[int], Sampling]]:
+    """Prompts of which some repeat themselves, with drawn lengths and parameters."""
+    rng, found = random.Random(number), []
+    for index in range(number):
+        prompt = [rng.randrange(64) for _ in range(rng.randint(1, 20))]
+        if index % 3 == 0:
+            prompt = (prompt[:3] * 7)[:20]
+        how = {"temperature": index % 2, "max_tokens": rng.randint(1, 16), "logprobs": True}
+        found.append((prompt, Sampling(seed=index, **how)))
+    return found
+
+
+def answers(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> list[Any]:
+    found = engine.generate([each[0] for each in asked], [each[1] for each in asked])
+    return [(each.tokens, each.end, each.logprobs) for each in found]
+
+
+def one_process(name: str, asked: Any, **options: Any) -> list[Any]:
+    model = built(name, ParallelState(ParallelLayout()), dtype=torch.float64)
+    return answers(Engine(model, options=EngineOptions(**OPTIONS | options)), asked)
+
+
+def on_ranks(name: str, layout: dict[str, int], asked: Any, options: dict[str, Any]) -> Any:
+    with ParallelState(ParallelLayout(**layout)) as state:
+        model = built(name, state, dtype=torch.float64)
+        engine = Engine(model, state=state, options=EngineOptions(**OPTIONS | options))
+        return answers(engine, asked), engine.stats()
+
+
+def check(ranks: Any, name: str, layout: str, number: int, **options: Any) -> dict[str, int]:
+    asked, world = requests(number), 4 if layout == "tp 2, pp 2" else 2
+    expected = one_process(name, asked, **options)
+    call = partial(on_ranks, name, LAYOUTS[layout], asked, options)
+    (found, stats), *_ = ranks(world, call)
+    for (tokens, end, logprobs), (own, own_end, own_logprobs) in zip(found, expected, strict=True):
+        assert (tokens, end) == (own, own_end)
+        assert logprobs == pytest.approx(own_logprobs, rel=1e-9, abs=1e-9)
+    assert stats["free_blocks"] == stats["blocks"]
+    return stats
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("dense", "tp 2"), ("dense", "pp 2"), ("hybrid", "pp 2"), ("experts", "ep 2")],
+)
+def test_ranks_give_the_tokens_of_one_process(ranks, name, layout) -> None:
+    assert check(ranks, name, layout, 6)["evictions"] > 0
+
+
+def test_stages_verify_guesses_and_start_from_cached_blocks(ranks) -> None:
+    stats = check(ranks, "dense", "pp 2", 6, blocks=64, max_batch_tokens=30, speculate="ngram")
+    assert stats["accepted"] > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(ranks, name, layout) -> None:
+    if layout == "ep 2" and name != "experts":
+        pytest.skip("has no experts")
+    check(ranks, name, layout, 24)
+
+
+def scores(layout: dict[str, int], dtype: torch.dtype, tokens: list[int]) -> tuple[Any, Any]:
+    """Return the engine's scores, and those of the trainer's forward on the same layout."""
+    with ParallelState(ParallelLayout(**layout)) as state, torch.no_grad():
+        model = built("dense", state, dtype=dtype, kernels=Kernels(attention="invariant"))
+        options = EngineOptions(**OPTIONS, batch_invariant=True)
+        found = Engine(model, state=state, options=options).score(tokens)
+        batch, x, shape = {"tokens": torch.tensor([tokens])}, None, (1, len(tokens), 32)
+        for stage in range(state.size("pp")):
+            if stage == state.index("pp"):
+                x = model(x, batch)
+            elif x is None:
+                x = torch.empty(shape, dtype=dtype)
+            if stage < state.size("pp") - 1:
+                torch.distributed.broadcast(x, group=state.group("pp"), group_src=stage)
+        if state.index("pp") < state.size("pp") - 1:
+            return found, None
+        logprobs = x[0, :-1].float().log_softmax(-1)
+        return found, logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_score_has_the_bits_of_the_trainers_forward_on_its_layout(ranks, layout, dtype) -> None:
+    tokens = [int(each) for each in torch.arange(40).mul(7).remainder(61)]
+    results = ranks(2, partial(scores, LAYOUTS[layout], dtype, tokens))
+    expected = results[-1][1]
+    for found, _ in results:
+        assert torch.equal(found, expected)
+
+
+def wrong_layouts() -> list[str]:
+    said = []
+    with ParallelState(ParallelLayout(pp=2)) as state:
+        model = built("dense", state)
+        with pytest.raises(ValueError, match="pp=1") as error:
+            Engine(model)
+        said.append(str(error.value))
+    with ParallelState(ParallelLayout(cp=2)) as state:
+        with pytest.raises(ValueError, match="cp=2") as error:
+            Engine(built("dense", state), state=state)
+        said.append(str(error.value))
+    return said
+
+
+def test_stages_without_their_layout_and_shared_sequences_are_refused(ranks) -> None:
+    ranks(2, wrong_layouts)
