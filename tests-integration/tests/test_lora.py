@@ -1,4 +1,4 @@
-"""Adapters made here and read by Hugging Face PEFT, on transformers' Llama with equal weights."""
+"""Adapters from here to Hugging Face PEFT and back, on transformers' Llama with equal weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from mt_hf import export_lora
+from mt_infer import Engine, EngineOptions
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState, initialize_
 from mt_tensor_parallel import LoraLinear, add_lora, save_lora
@@ -99,3 +100,37 @@ def test_peft_reads_the_adapters_and_gives_our_logits(tmp_path, ranks, tp, part)
     logits = model(TOKENS).logits
     assert (logits - plain).abs().max() > 0.1
     torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+    engine = Engine(GPT(CONFIG, dtype=torch.float64).eval(), options=EngineOptions(blocks=4))
+    engine.load_adapter("ours", tmp_path)
+    check_scores(engine, "ours", logits)
+
+
+def check_scores(engine: Engine, adapter: str, logits: Tensor) -> None:
+    for tokens, own in zip(TOKENS, logits, strict=True):
+        expected = own[:-1].log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        found = engine.score(tokens, adapter=adapter)
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@torch.no_grad()
+def test_the_engine_serves_an_adapter_that_peft_made(tmp_path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    base = llama()
+    base.save_pretrained(tmp_path / "base")
+    config = LoraConfig(
+        r=3,
+        lora_alpha=5,
+        use_rslora=True,
+        target_modules=["q_proj", "v_proj", "up_proj", "down_proj"],
+        rank_pattern={"v_proj": 2},
+        alpha_pattern={"layers.1.mlp.up_proj": 9},
+        init_lora_weights=False,
+    )
+    torch.manual_seed(3)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    adapters = {"theirs": tmp_path / "adapter"}
+    engine = Engine.from_folder(tmp_path / "base", dtype="fp64", blocks=4, adapters=adapters)
+    check_scores(engine, "theirs", model(TOKENS).logits)

@@ -1,12 +1,17 @@
-"""Adapters of a GPT under the names of Llama's layers: every part adds what the fused one adds."""
+"""Adapters of a GPT under the names of other models' layers, and of theirs on a GPT."""
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
-from mt_hf import export_lora
+from family_row import ROWS
+from mt_hf import ExchangeError, export_lora, from_pretrained, open_pretrained, read_lora
 from mt_model import GPT, gpt
 from mt_tensor_parallel import LoraLinear, add_lora, lora_state
+from safetensors.torch import load_file, save_file
 
 SIZES = {"vocab_size": 32, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "ffn_size": 6}
 
@@ -46,3 +51,106 @@ def test_what_llama_does_not_have_is_refused() -> None:
         lora_state(adapted(gated=False, activation="gelu"), export=export_lora)
     with pytest.raises(ValueError, match="export the GPT itself"):
         lora_state(torch.nn.ModuleDict({"gpt": adapted()}), export=export_lora)
+
+
+def test_exported_adapters_are_read_again() -> None:
+    model = adapted(num_kv_heads=2)
+    deltas = {n: m.delta() for n, m in model.named_modules() if isinstance(m, LoraLinear)}
+    plain = GPT(gpt(**SIZES, max_sequence_length=8, num_kv_heads=2))
+    for export in (export_lora, None):
+        found = read_lora(lora_state(model, export=export), plain, alpha=6)
+        assert found.keys() == deltas.keys()
+        for name, (a, b) in found.items():
+            assert a.shape[0] == 2  # the parts of a fused layer share A
+            torch.testing.assert_close(b @ a, deltas[name].reshape(b.shape[0], a.shape[1]))
+
+
+def dense(folder) -> list[str]:
+    """Names of a folder's linear layers that take adapters."""
+    links = open_pretrained(folder).links
+    return [
+        link.source.removesuffix(".weight")
+        for target, each in links.items()
+        for link in each
+        if target.startswith("layers.") and target.endswith(".weight") and len(link.shape) == 2
+        if not any(part in target for part in (".experts.", ".router.", "norm", "conv"))
+    ]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.generates], ids=lambda row: row.name)
+def test_an_adapter_does_to_our_layers_what_it_does_to_the_folders(saved, tmp_path, row) -> None:
+    folder, _ = saved(row, 0)
+    stored, tensors = load_file(folder / "model.safetensors"), {}
+    transposed = row.name == "gpt2"
+    for number, name in enumerate(dict.fromkeys(dense(folder))):
+        out, into = stored[f"{name}.weight"].shape[:: -1 if transposed else 1]
+        a, b = torch.randn(1 + number % 3, into), torch.randn(out, 1 + number % 3)
+        tensors |= {f"base_model.model.{name}.lora_{s}.weight": x for s, x in (("A", a), ("B", b))}
+        stored[f"{name}.weight"] += (b @ a).T if transposed else b @ a
+    shutil.copytree(folder, tmp_path / "merged")
+    save_file(stored, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    model = from_pretrained(folder)
+    found = read_lora(tensors, model)
+    merged = dict(from_pretrained(tmp_path / "merged").named_parameters())
+    changed = set()
+    for name, param in model.named_parameters():
+        layer = name.removesuffix(".weight")
+        delta = torch.zeros_like(param)
+        if layer in found:
+            a, b = found[layer]
+            delta, changed = (b @ a).view_as(param), changed | {layer}
+        torch.testing.assert_close(param + delta, merged[name], rtol=1e-4, atol=1e-4)
+    assert changed == set(found)
+
+
+def peft(folder, model, **fields) -> None:
+    """Write an adapter of PEFT with given fields of its config."""
+    state = lora_state(model, export=export_lora)
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], **fields}
+    folder.mkdir(exist_ok=True)
+    save_file(state, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_a_folder_says_the_scale_of_each_layer(tmp_path) -> None:
+    model = adapted()
+    scales = {"use_rslora": True, "alpha_pattern": {"layers.1.mlp.down_proj": 5, "o_proj": 4}}
+    peft(tmp_path, model, **scales)
+    found = read_lora(tmp_path, GPT(model.config))
+    for name, alpha in {"0.mixer.qkv": 6, "1.mixer.out": 4, "1.feed_forward.down": 5}.items():
+        layer = model.get_submodule(f"layers.{name}")
+        a, b = found[f"layers.{name}"]
+        delta = (layer.delta() / layer.scale).reshape(b.shape[0], a.shape[1])
+        torch.testing.assert_close(b @ a, delta * alpha / 2**0.5)
+
+
+@pytest.mark.parametrize(("fields", "word"), [
+    ({"use_dora": True}, "use_dora"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ({"bias": "all"}, "bias"),
+    ({"peft_type": "IA3"}, "peft_type"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    ({"target_parameters": ["experts.up"]}, "target_parameters"),
+    ({"r": 3}, "rank"),
+    ({"alpha_pattern": {".*q_proj": 3}}, "alpha_pattern"),
+])  # fmt: skip
+def test_fields_that_change_other_numbers_are_refused_by_name(tmp_path, fields, word) -> None:
+    model = adapted()
+    peft(tmp_path, model, **fields)
+    with pytest.raises(ExchangeError, match=word):
+        read_lora(tmp_path, GPT(model.config))
+
+
+@pytest.mark.parametrize("name", [
+    "model.embed_tokens.lora_embedding_A",
+    "lm_head.lora_A.weight",
+    "model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+    "model.layers.0.self_attn.k_proj.lora_A.weight",
+])  # fmt: skip
+def test_tensors_without_a_place_are_refused_by_name(name) -> None:
+    model = adapted()
+    state = lora_state(model, export=export_lora)
+    for more in (f"base_model.model.{name}", f"base_model.model.{name}".replace("_A", "_B")):
+        state[more] = torch.ones(2, 3) if "_A" in more else torch.ones(32, 2)
+    with pytest.raises(ExchangeError, match=name.split(".lora")[0]):
+        read_lora(state, GPT(model.config))

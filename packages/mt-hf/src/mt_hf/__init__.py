@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mt_hf.reading.hub import find_folder as find_folder
     from mt_hf.reading.hub import is_hub_id as is_hub_id
     from mt_hf.reading.loading import from_pretrained as from_pretrained
+    from mt_hf.reading.lora import read_lora as read_lora
     from mt_hf.reading.pretrained import Pretrained as Pretrained
     from mt_hf.reading.pretrained import open_pretrained as open_pretrained
     from mt_hf.reading.registry import find_family as find_family

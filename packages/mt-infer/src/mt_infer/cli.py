@@ -46,6 +46,8 @@ class Generate:
     """The checkpoint of this step; by default the latest."""
     download: bool = False
     """Download a model of the hub that is not in the cache."""
+    adapter: Path | None = None
+    """A folder of Hugging Face PEFT with a LoRA adapter of the model."""
     ema: bool = False
     """Use the moving average of the weights, if training kept one (optimizer.ema)."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -240,6 +242,10 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
         raise ValueError(
             f"--pp {command.pp}: the model has {run.config.num_layers} layers to share"
         )
+    if command.adapter is not None and _needs_generator(command, run):
+        raise ValueError(
+            "--adapter does not go with --cuda-graphs or an encoder; merge it into the model"
+        )
     if command.kv_cache_dtype in ("fp8", "int8"):
         check_kv_cache(run, command.kv_cache_dtype)
     encode_prompt(command.prompt, run.tokenizer, run.config)
@@ -268,8 +274,7 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
     layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
     how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
-        # Graphs and encoders are for one prompt at a time.
-        if command.cuda_graphs or run.config.encoder_layers:
+        if _needs_generator(command, run):
             with same_run(run, state) as agreed:
                 generator = load_weights(agreed, state, **how)
             kept = {"kv_cache_dtype": command.kv_cache_dtype, "cuda_graphs": command.cuda_graphs}
@@ -291,7 +296,15 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
         with same_run(run, state) as agreed:
             engine = Engine.from_run(agreed, state, options, **how)
         _use_threads(engine.model)
-        return engine.generate(command.prompt, sampling)[0]
+        name = None if command.adapter is None else str(command.adapter)
+        if name is not None:
+            engine.load_adapter(name, name)
+        return engine.generate(command.prompt, sampling, adapter=name)[0]
+
+
+def _needs_generator(command: Generate, run: Run) -> bool:
+    """Return whether graphs or an encoder ask for one prompt at a time."""
+    return command.cuda_graphs or bool(run.config.encoder_layers)
 
 
 def _use_threads(model: GPT) -> None:

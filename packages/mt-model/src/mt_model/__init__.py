@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from mt_model.block.initial import start_from as start_from
     from mt_model.block.losses import Losses as Losses
     from mt_model.block.shard_context import ShardContext as ShardContext
+    from mt_model.generation.adapters import AdapterBank as AdapterBank
     from mt_model.generation.decoding import GraphedDecoding as GraphedDecoding
     from mt_model.generation.invariance import invariance_obstacle as invariance_obstacle
     from mt_model.generation.kv_calibration import calibrate_kv_cache as calibrate_kv_cache

@@ -97,7 +97,7 @@ def open_tensors(folder: Path, most: int = MAX_TENSORS) -> dict[str, StoredTenso
         FileError: A file can't be read, or a link leads out of the folder.
     """
     if (folder / ONE_FILE).exists():
-        return {found.name: found for found in _header(folder, ONE_FILE, most)}
+        return {found.name: found for found in tensors_in(folder, ONE_FILE, most)}
     if not (folder / INDEX).exists():
         pickled = (folder / "pytorch_model.bin").exists() or any(folder.glob("pytorch_model-*.bin"))
         way_out = "; pickled weights are not read: save them with transformers as safetensors"
@@ -107,7 +107,7 @@ def open_tensors(folder: Path, most: int = MAX_TENSORS) -> dict[str, StoredTenso
     named = _index(folder, most)
     found: dict[str, StoredTensor] = {}
     for file in sorted(set(named.values())):
-        for tensor in _header(folder, file, most):
+        for tensor in tensors_in(folder, file, most):
             if named.get(tensor.name) != file:
                 says = named.get(tensor.name, "nowhere")
                 raise ExchangeError(
@@ -167,7 +167,8 @@ def _counted(path: Path, file: BinaryIO, size: int, most: int) -> bytes:
     return file.read(size)
 
 
-def _header(folder: Path, name: str, most: int) -> Iterator[StoredTensor]:
+def tensors_in(folder: Path, name: str, most: int) -> Iterator[StoredTensor]:
+    """Yield the tensors of a file, from its header alone; see `open_tensors`."""
     path, root = folder / name, root_of(folder)
     with open_file(path, within=root) as file:
         total = os.fstat(file.fileno()).st_size

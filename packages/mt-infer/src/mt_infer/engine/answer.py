@@ -37,6 +37,7 @@ class Answer:
         ends: Tokens that end it.
         index: Number of the continuation in its call.
         choice: Number among the continuations of its prompt.
+        adapter: Name of the adapter; None for none.
         bad: Lists of tokens that it must not have.
         logprobs: Logprobs of its tokens.
         prompt_logprobs: Logprobs of its prompt's tokens.
@@ -56,6 +57,7 @@ class Answer:
     ends: frozenset[int]
     index: int = 0
     choice: int = 0
+    adapter: str | None = None
     bad: tuple[tuple[int, ...], ...] = ()
     logprobs: Logprobs = field(default_factory=Logprobs)
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)

@@ -19,6 +19,7 @@ from mt_tokenizer import Tokenizer
 from torch import Tensor
 
 from mt_infer.completion import Completion, Delta
+from mt_infer.engine.adapters import AdapterNames, AdapterSource, adapter_of_each
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.intake import Intake, Prompts, as_list
 from mt_infer.engine.loop import Loop
@@ -83,6 +84,7 @@ class Engine:
         state: ParallelState | None = None,
         step: int | None = None,
         dtype: str | None = None,
+        adapters: Mapping[str, AdapterSource] | None = None,
         **options: Any,
     ) -> Engine:
         """Load a run of mt-train or a folder of Hugging Face.
@@ -92,6 +94,7 @@ class Engine:
             state: This rank's place in a layout of tensor and expert parallelism.
             step: Step of a run's checkpoint; None for the latest.
             dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU and bf16 on a GPU.
+            adapters: LoRA adapters by name; see `load_adapter`.
             options: Fields of `EngineOptions`.
 
         Raises:
@@ -102,7 +105,10 @@ class Engine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             state = ParallelState(ParallelLayout(), device=device)
         with open_run(Path(folder), step) as own, same_run(own, state) as run:
-            return cls.from_run(run, state, chosen, dtype=dtype)
+            engine = cls.from_run(run, state, chosen, dtype=dtype)
+        for name, source in (adapters or {}).items():
+            engine.load_adapter(name, source)
+        return engine
 
     @classmethod
     def from_run(
@@ -130,13 +136,18 @@ class Engine:
         return self.model.shard.kernels.is_invariant
 
     def generate(
-        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapter: AdapterNames = None,
     ) -> list[Completion]:
         """Continue prompts.
 
         Args:
             prompts: A text or a list of tokens, or a list of these.
             sampling: How to choose tokens, for all prompts or for each.
+            adapter: Name of the adapter, for all prompts or for each; None for none.
 
         Returns:
             The continuations in the order of the prompts; n of one follow one another.
@@ -145,16 +156,20 @@ class Engine:
             PromptError: The model can't continue a prompt.
             LogitsError: The scores of one have NaN, or no finite maximum.
         """
-        with self._submitted(prompts, sampling) as answers:
+        with self._submitted(prompts, sampling, adapter) as answers:
             while not _all_ended(answers):
                 self._advance(lambda: _all_ended(answers))
             return [_whole(each) for each in answers]
 
     def stream(
-        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapter: AdapterNames = None,
     ) -> Iterator[Delta]:
         """Continue prompts, and yield the deltas as they come; see `generate`."""
-        with self._submitted(prompts, sampling, streams=True) as answers:
+        with self._submitted(prompts, sampling, adapter, streams=True) as answers:
             while True:
                 yield from _news(answers)
                 if _all_ended(answers):
@@ -162,19 +177,27 @@ class Engine:
                 self._advance(lambda: _is_ready(answers))
 
     async def agenerate(
-        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapter: AdapterNames = None,
     ) -> list[Completion]:
         """Continue prompts beside other calls of the event loop; see `generate`."""
-        with self._submitted(prompts, sampling) as answers:
+        with self._submitted(prompts, sampling, adapter) as answers:
             while not _all_ended(answers):
                 await asyncio.to_thread(self._advance, lambda: _all_ended(answers))
             return [_whole(each) for each in answers]
 
     async def astream(
-        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        adapter: AdapterNames = None,
     ) -> AsyncIterator[Delta]:
         """Yield the deltas of continuations beside other calls of the event loop."""
-        with self._submitted(prompts, sampling, streams=True) as answers:
+        with self._submitted(prompts, sampling, adapter, streams=True) as answers:
             while True:
                 for delta in _news(answers):
                     yield delta
@@ -182,8 +205,12 @@ class Engine:
                     return
                 await asyncio.to_thread(self._advance, lambda: _is_ready(answers))
 
-    def score(self, tokens: Sequence[int] | Tensor) -> Tensor:
+    def score(self, tokens: Sequence[int] | Tensor, *, adapter: str | None = None) -> Tensor:
         """Return the logprob of each token of a text but the first, by the model's scores.
+
+        Args:
+            tokens: The text.
+            adapter: Name of the adapter; None for none.
 
         Shape:
             tokens: [S]. Returns [S - 1], fp32.
@@ -193,7 +220,7 @@ class Engine:
         longest = self.model.config.max_sequence_length
         if not 1 < len(given) <= longest:
             raise PromptError(f"{len(given)} tokens have no scores; give 2 to {longest}")
-        answer = self._new_answer(given, Sampling(max_tokens=0, prompt_logprobs=0), 0)
+        answer = self._new_answer(given, Sampling(max_tokens=0, prompt_logprobs=0), 0, adapter)
         self._loop.arriving.append(answer)
         while not answer.has_ended:
             self._advance(lambda: answer.has_ended)
@@ -208,6 +235,7 @@ class Engine:
             "cached_blocks": pool.cached_blocks,
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting) + len(self._loop.arriving),
+            "adapters": len(self._loop.adapters),
             "evictions": scheduler.evictions,
             "prefix_tokens": scheduler.found_tokens,
             "admitted_tokens": scheduler.admitted_tokens,
@@ -247,6 +275,32 @@ class Engine:
         with self._lock:
             self._weights.update(weights, step, finish=finish)
 
+    def load_adapter(self, name: str, source: AdapterSource, *, alpha: float | None = None) -> None:
+        """Load a LoRA adapter; requests that have begun with one of the same name keep that one.
+
+        Args:
+            name: Its name.
+            source: A folder of Hugging Face PEFT, or tensors by their names in PEFT; see
+                `mt_hf.read_lora`. Under parallelism every rank gives the whole tensors.
+            alpha: Products of given tensors are scaled by alpha / rank; by 1 if None.
+
+        Raises:
+            ValueError: The adapter is not supported, or a layer of the model takes no such one.
+        """
+        with self._lock:
+            self._loop.adapters.load(name, source, alpha)
+            self._loop.drop_unused_adapters()
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have begun with it end with it, and then it is freed.
+
+        Raises:
+            ValueError: There is no adapter of that name.
+        """
+        with self._lock:
+            self._loop.adapters.remove(name)
+            self._loop.drop_unused_adapters()
+
     def sleep(self) -> None:
         """Free the memory of keys and values; requests wait until `wake`."""
         with self._lock:
@@ -262,6 +316,7 @@ class Engine:
         self,
         prompts: Prompts,
         sampling: Sampling | Sequence[Sampling] | None,
+        adapter: AdapterNames,
         *,
         streams: bool = False,
     ) -> Iterator[list[Answer]]:
@@ -272,11 +327,12 @@ class Engine:
         if len(sampling) != len(given):
             raise ValueError(f"{len(sampling)} samplings for {len(given)} prompts; give one each")
         answers: list[Answer] = []
-        for prompt, how in zip(given, sampling, strict=True):
+        adapters = adapter_of_each(adapter, len(given))
+        for prompt, how, name in zip(given, sampling, adapters, strict=True):
             tokens = self._intake.tokens(prompt)
             seed = self._drawn_seed() if how.seed is None else how.seed
             for choice in range(how.n):
-                answer = self._new_answer(tokens, how, seed)
+                answer = self._new_answer(tokens, how, seed, name)
                 answer.index, answer.choice, answer.streams = len(answers), choice, streams
                 if self.tokenizer is not None and answer.stops is not None:
                     answer.stream = TextStream(self.tokenizer, answer.stops)
@@ -287,8 +343,12 @@ class Engine:
         finally:
             self._cancel(answers)
 
-    def _new_answer(self, tokens: list[int], sampling: Sampling, seed: int) -> Answer:
+    def _new_answer(
+        self, tokens: list[int], sampling: Sampling, seed: int, adapter: str | None
+    ) -> Answer:
+        self._loop.adapters.number(adapter)
         answer = self._intake.answer(next(self._numbers), tokens, sampling, seed)
+        answer.adapter = adapter
         self._loop.scheduler.check(answer.request)
         return answer
 

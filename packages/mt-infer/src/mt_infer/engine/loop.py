@@ -13,6 +13,7 @@ from mt_tokenizer import Tokenizer
 
 from mt_infer.choosing import NO_TOKEN, no_token_error
 from mt_infer.completion import End
+from mt_infer.engine.adapters import Adapters
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.blocks import BlockPool
 from mt_infer.engine.chooser import Drawn, Wanted, choose_next
@@ -59,6 +60,7 @@ class Loop:
             )
         _check_layout(model, state)
         self.runner, self.step_of_weights = Runner(model, options, state), step
+        self.adapters = Adapters(model)
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         lasts = not (self.runner.has_states or self.runner.by_length)
         if options.speculate and not lasts:
@@ -116,17 +118,25 @@ class Loop:
         self.step_of_weights = step
         for request in self._answers:
             request.keys.clear()
-            request.salt = self._salt
+            request.salt = self._salt(request)
 
-    @property
-    def _salt(self) -> bytes:
-        return salt_of(version=self._version)
+    def drop_unused_adapters(self) -> None:
+        """Drop removed adapters that no request has."""
+        self.adapters.drop_unused(request.adapter for request in self._answers)
+
+    def _salt(self, request: Request) -> bytes:
+        return salt_of(version=self._version, adapter=request.adapter)
 
     def take_in(self) -> None:
         """Take new requests in, and let cancelled ones go."""
         while self.arriving:
             answer = self.arriving.popleft()
-            answer.request.salt = self._salt
+            try:  # somebody may have removed it since
+                answer.request.adapter = self.adapters.number(answer.adapter)
+            except ValueError as error:
+                answer.error = error
+                continue
+            answer.request.salt = self._salt(answer.request)
             self._answers[answer.request] = answer
             self.scheduler.add(answer.request)
         while self.leaving:
@@ -174,6 +184,7 @@ class Loop:
         if answer.error is None:
             answer.complete(end, text, self.step_of_weights)
             answer.tell(new)
+        self.drop_unused_adapters()
 
     @staticmethod
     def _drafts(num_drafts: int, request: Request, most: int) -> list[int]:

@@ -13,13 +13,13 @@ from mt_infer.engine.request import Request
 
 
 def salt_of(
-    *, version: int, adapter: str | None = None, images: Iterable[bytes] = (), caller: str = ""
+    *, version: int, adapter: int = 0, images: Iterable[bytes] = (), caller: str = ""
 ) -> bytes:
     """Return the start of a chain of keys.
 
     Args:
         version: Version of the weights.
-        adapter: Name of the adapter; None for none.
+        adapter: Number of the adapter, which no other one has had; 0 for none.
         images: Digests of the images, in their order.
         caller: Whom the blocks belong to; nobody else finds them.
     """

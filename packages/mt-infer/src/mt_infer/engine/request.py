@@ -19,6 +19,7 @@ class Request:
         deadline: Time at which it ends whatever it has, on the engine's clock.
         reads_cache: Whether it may start from cached blocks; one that wants the scores of its
             prompt may not.
+        adapter: Number of its adapter; 0 for none.
         held: Number of tokens whose keys and values are in its blocks.
         table: Its blocks, in the order of its tokens.
         state: Its row of the recurrent layers' states; None while it waits.
@@ -33,6 +34,7 @@ class Request:
     priority: int = 0
     deadline: float = inf
     reads_cache: bool = True
+    adapter: int = 0
     held: int = 0
     table: list[int] = field(default_factory=list)
     state: int | None = None

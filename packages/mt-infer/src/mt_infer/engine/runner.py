@@ -131,6 +131,7 @@ def slots_of(
         "lengths": held + counts,
         "states": [request.state for request in requests],
         "scored": scored,
+        "adapters": [request.adapter for request in requests],
     }
     row, *rest = (
         torch.from_numpy(np.asarray(x, dtype=np.int64)).to(device)

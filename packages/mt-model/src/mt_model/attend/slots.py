@@ -28,10 +28,12 @@ class Slots:
         memory_tables: Blocks of the encoder's tokens of each request (`EncoderDecoder.encode`);
             None without an encoder.
         memory_lengths: Number of these tokens.
+        adapters: Number of each request's adapter in the model's `AdapterBank`, 0 for none; None
+            where no request has one. Reading it waits for the device.
 
     Shape:
         starts: [R + 1]; positions: [T] or [3, T]; places: [T]; tables: [R, P]; lengths, states,
-        memory_lengths: [R]; scored: [L]; memory_tables: [R, M].
+        memory_lengths, adapters: [R]; scored: [L]; memory_tables: [R, M].
     """
 
     starts: Tensor
@@ -43,6 +45,7 @@ class Slots:
     scored: Tensor
     memory_tables: Tensor | None = None
     memory_lengths: Tensor | None = None
+    adapters: Tensor | None = None
 
     def __post_init__(self) -> None:
         rows, tokens = self.lengths.shape[0], self.places.shape[0]
@@ -51,6 +54,7 @@ class Slots:
             "positions": (*self.positions.shape[:-1], tokens),
             "tables": (rows, *self.tables.shape[1:2]),
             "states": (rows,),
+            "adapters": (rows,),
         }
         for field in fields(self):
             x = getattr(self, field.name)

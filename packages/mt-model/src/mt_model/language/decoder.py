@@ -36,6 +36,7 @@ from mt_model.vision.image_input import ImageInput
 if TYPE_CHECKING:
     from mt_quant import KVFormat
 
+    from mt_model.generation.adapters import AdapterBank
     from mt_model.language.config import ModelConfig
 
 
@@ -49,7 +50,12 @@ class GPT(Stack["ModelConfig"]):
     `embedding.weight` (`is_copy`); both then have partial gradients over "embedding".
 
     It takes the arguments of `Stack`: `GPT(config)`, or `GPT(config, state, layers=range(4))`.
+
+    Attributes:
+        adapters: Adapters that requests of a pass may have; None for none.
     """
+
+    adapters: AdapterBank | None = None
 
     def _check_config(self, config: object) -> None:
         if not isinstance(config, StackConfig) or config.inputs != "tokens":
@@ -167,6 +173,8 @@ class GPT(Stack["ModelConfig"]):
 
     def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, ForwardContext]:
         """Return the activation that enters this stage's layers, and the layers' context."""
+        if self.adapters is not None:
+            self.adapters.begin(batch.get("slots"))
         given = new_tokens(batch)
         length = given.shape[1] * self.shard.context.size
         device = given.device if x is None else x.device

@@ -1,0 +1,158 @@
+"""Requests with adapters of their own, in one batch, alone, and against merged models."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from mt_infer import Completion, Engine, EngineOptions, Sampling
+from mt_model import GPT, Kernels, gpt
+from mt_parallel_state import ParallelLayout, ParallelState
+from torch import Tensor
+
+CONFIG = gpt(
+    vocab_size=64,
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_sequence_length=64,
+    init_std=0.15,
+)
+LAYERS = ("mixer.qkv", "mixer.out", "feed_forward.up", "feed_forward.down")
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
+PROMPTS = [[(7 * i + 3 * j) % 61 for j in range(4 + 3 * i)] for i in range(len(RANKS) + 1)]
+NAMES = [f"rank {rank}" for rank in RANKS]
+
+
+def model(
+    state: ParallelState | None = None,
+    dtype: torch.dtype = torch.float32,
+    layers: range | None = None,
+) -> GPT:
+    kernels = Kernels(attention="invariant")
+    return GPT(CONFIG, state, layers=layers, dtype=dtype, seed=3, kernels=kernels).eval()
+
+
+def adapter(rank: int, seed: int = 0) -> dict[str, Tensor]:
+    """A drawn adapter by the names of PEFT."""
+    draw, found = torch.Generator().manual_seed(100 * rank + seed), {}
+    params = dict(GPT(CONFIG, device="meta").named_parameters())
+    for name in (f"layers.{i}.{layer}" for i in range(2) for layer in LAYERS):
+        shape = params[f"{name}.weight"].shape
+        into = 64 if "out" not in name else shape[1:].numel()
+        into = shape[1] if "down" in name else into
+        for part, size in (("A", (rank, into)), ("B", (shape.numel() // into, rank))):
+            values = torch.randn(size, generator=draw) / 8
+            found[f"base_model.model.{name}.lora_{part}.weight"] = values
+    return found
+
+
+def merged(tensors: dict[str, Tensor]) -> GPT:
+    made = model()
+    with torch.no_grad():
+        for a, b in pairwise(tensors):
+            if ".lora_A" in a:
+                weight = made.get_parameter(
+                    a[len("base_model.model.") :].split(".lora")[0] + ".weight"
+                )
+                weight += (tensors[b] @ tensors[a]).view_as(weight)
+    return made
+
+
+def engine(made: GPT | None = None, **options: int) -> Engine:
+    sizes = {"blocks": 80, "block_size": 4, **options}
+    return Engine(made or model(), options=EngineOptions(**sizes))
+
+
+def asked() -> list[Sampling]:
+    return [Sampling(seed=i, max_tokens=9, logprobs=0) for i in range(len(PROMPTS))]
+
+
+def whole(found: list[Completion]) -> list[tuple[list[int], list[float] | None]]:
+    return [(each.tokens, each.logprobs) for each in found]
+
+
+def test_eight_adapters_in_a_batch_are_merged_models_and_themselves_alone_in_every_bit() -> None:
+    made = engine(max_batch_tokens=24)
+    for name, rank in zip(NAMES, RANKS, strict=True):
+        made.load_adapter(name, adapter(rank))
+    together = made.generate(PROMPTS, asked(), adapter=[*NAMES, None])
+    assert made.stats()["adapters"] == 8
+    lone = engine(max_batch=1)
+    for index, (name, rank) in enumerate(zip(NAMES, RANKS, strict=True)):
+        lone.load_adapter(name, adapter(rank))
+        alone = lone.generate(PROMPTS[index], asked()[index], adapter=name)
+        assert whole(alone) == whole(together[index : index + 1])
+        text = PROMPTS[index] + together[index].tokens
+        logits = merged(adapter(rank)).logits(torch.tensor([text]))[0, :-1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+        torch.testing.assert_close(lone.score(text, adapter=name), expected, rtol=0, atol=1e-5)
+        assert (lone.score(text) - expected).abs().max() > 0.01
+        lone.remove_adapter(name)
+        assert lone.stats()["adapters"] == 0
+    assert whole(together[-1:]) == whole(engine().generate(PROMPTS[-1], asked()[-1]))
+
+
+def test_adapters_come_and_go_while_requests_run() -> None:
+    made = engine()
+    with pytest.raises(ValueError, match="'a'"):
+        made.generate([1, 2], adapter="a")
+    made.load_adapter("a", adapter(4))
+    text, how = list(range(1, 14)), Sampling(seed=1, max_tokens=9, logprobs=0)
+    first = whole(made.generate(text, how, adapter="a"))
+    assert made.stats()["prefix_tokens"] == 0
+    assert whole(made.generate(text, how, adapter="a")) == first
+    assert made.stats()["prefix_tokens"] == 12
+    plain = whole(made.generate(text, how))
+    assert made.stats()["prefix_tokens"] == 12
+    streams = [made.stream(text, how, adapter="a") for _ in range(2)]
+    begun = [next(each) for each in streams]
+    made.load_adapter("a", adapter(2))
+    assert made.stats()["adapters"] == 2
+    second = whole(made.generate(text, how, adapter="a"))
+    made.remove_adapter("a")
+    ended = [[delta, *each][-1].completion for delta, each in zip(begun, streams, strict=True)]
+    assert [whole([each]) for each in ended] == [first, first]
+    assert made.stats()["adapters"] == 0
+    assert first != second != plain != first
+    other = engine()
+    other.load_adapter("b", adapter(2))
+    assert whole(other.generate(text, how, adapter="b")) == second
+    with pytest.raises(ValueError, match="load_adapter"):
+        made.remove_adapter("a")
+
+
+def test_new_weights_keep_the_adapters() -> None:
+    made, trained = engine(), model()
+    made.load_adapter("a", adapter(4))
+    made.score(PROMPTS[2], adapter="a")
+    with torch.no_grad():
+        for param in trained.parameters():
+            param *= 1.1
+    made.update_weights(dict(trained.named_parameters()))
+    expected = engine(trained)
+    expected.load_adapter("b", adapter(4))
+    found = made.score(PROMPTS[2], adapter="a")
+    assert torch.equal(found, expected.score(PROMPTS[2], adapter="b"))
+
+
+def on_two_ranks(layout: str, tensors: dict[str, Tensor]) -> list[Tensor]:
+    with ParallelState(ParallelLayout(**{layout: 2})) as state:
+        layers = range(state.index("pp"), state.index("pp") + 1) if layout == "pp" else None
+        made = model(state, torch.float64, layers)
+        engine = Engine(made, options=EngineOptions(blocks=16), state=state)
+        engine.load_adapter("a", tensors, alpha=6)
+        return [engine.score(PROMPTS[3], adapter="a"), engine.score(PROMPTS[3])]
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_ranks_that_share_a_model_share_adapters(ranks, layout) -> None:
+    first, second = ranks(2, partial(on_two_ranks, layout, adapter(3)))
+    lone = engine(model(dtype=torch.float64))
+    lone.load_adapter("a", adapter(3), alpha=6)
+    for found, again, name in zip(first, second, ("a", None), strict=True):
+        assert torch.equal(found, again)
+        torch.testing.assert_close(found, lone.score(PROMPTS[3], adapter=name))
