@@ -24,6 +24,9 @@ OPTIONS = (
     "--dtype",
     "--step",
     "--kv-cache-dtype",
+    "--json-schema",
+    "--regex",
+    "--grammar",
     "--bogus",
 )
 ROUNDING = ("--recipe", "--config", "--calibration", "--samples", "--length", "--step", "--dtype")

@@ -22,9 +22,12 @@ def plain_adjust(
     after: list[int],
     ends: set[int],
     bad: Any,
+    by_grammar: Any,
 ) -> list[float]:
     found = []
     for token, score in enumerate(scores):
+        if by_grammar is not None and not by_grammar[token]:
+            score = -math.inf
         if how.allowed_token_ids and token not in how.allowed_token_ids:
             score = -math.inf
         for word in bad:
@@ -63,13 +66,14 @@ def test_scores_are_adjusted_as_by_a_plain_loop(cases) -> None:
         vocab = rng.randint(4, 12)
         scores = [rng.choice([-math.inf, rng.gauss(0, 3), rng.gauss(0, 3)]) for _ in range(vocab)]
         prompt, after = ([rng.randrange(vocab) for _ in range(rng.randint(0, 6))] for _ in range(2))
-        ends = set(rng.sample(range(vocab), 2))
+        ends = {*rng.sample(range(vocab), 2), vocab + 3}  # an end may be of the padding
         bad = [[rng.randrange(vocab) for _ in range(rng.randint(1, 3))] for _ in range(3)]
         how = Sampling(**drawn_sampling(rng, vocab))
         given = torch.tensor(scores, dtype=torch.float64)
-        found = adjust(given, how, prompt, after, ends, bad).tolist()
+        by_grammar = rng.choice([None, torch.tensor([rng.random() < 0.5 for _ in scores])])
+        found = adjust(given, how, prompt, after, ends, bad, by_grammar).tolist()
         assert given.tolist() == scores
-        expected = plain_adjust(scores, how, prompt, after, ends, bad)
+        expected = plain_adjust(scores, how, prompt, after, ends, bad, by_grammar)
         assert found == pytest.approx(expected, abs=1e-12)
 
 

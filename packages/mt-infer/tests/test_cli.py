@@ -263,6 +263,42 @@ def test_what_begins_with_a_dash_is_a_prompt_too(saved_run, generate) -> None:
     assert generate(saved_run, prompt="--help me")[0] == 0
 
 
+def test_a_grammar_bounds_the_continuation(saved_run, generate, tmp_path) -> None:
+    schema, rules = tmp_path / "schema.json", tmp_path / "rules.lark"
+    schema.write_text('{"enum": [-12, "to"]}')
+    rules.write_text('start: "be" ("," "to")~2')
+    for option, value, form in (
+        ("--regex", "(to|be){3}", "(to|be){3}"),
+        ("--json-schema", schema, '-12|"to"'),
+        ("--grammar", rules, "be,to,to"),
+    ):
+        code, out, err = generate(saved_run, option, value)
+        assert (code, err) == (0, "")
+        assert re.fullmatch(form, out.removesuffix("\n"))
+    code, out, err = generate(saved_run, "--regex", "(to){9}", "--max-tokens", 3)
+    assert (code, out) == (0, "tototo\n")
+    assert "--max-tokens" in err
+
+
+def test_a_bad_grammar_is_one_message_before_weights_are_read(
+    saved_run, generate, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("mt_infer.engine.engine.Engine.from_run", None)
+    schema = tmp_path / "schema.json"
+    for options, number, words in (
+        (("--regex", "("), 2, ["regex", "unclosed"]),
+        (("--json-schema", schema), 1, ["schema.json"]),
+        (("--json-schema", schema, "--regex", "a"), 2, ["--json-schema", "--regex"]),
+    ):
+        code, _, err = generate(saved_run, *options)
+        assert code == number
+        assert all(word in err for word in words)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    code, _, err = generate(saved_run, "--regex", "a")
+    assert code == 1
+    assert "mt-infer[grammar]" in err
+
+
 def test_the_version_is_printed(capsys) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

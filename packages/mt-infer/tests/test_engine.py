@@ -17,6 +17,7 @@ from mt_infer import (
     LogitsError,
     PromptError,
     Sampling,
+    StaticEngine,
     load_run,
 )
 from mt_model import (
@@ -203,6 +204,22 @@ def test_every_model_in_every_way(name, way) -> None:
 
 def engine(**how: Any) -> Engine:
     return Engine(model_of("llama"), options=EngineOptions(**{"blocks": 64, "block_size": 4} | how))
+
+
+@pytest.mark.parametrize("name", ["llama", "longrope", "mamba2"])
+def test_a_fixed_batch_has_the_tokens_of_the_engine(name) -> None:
+    asked, expected = alone(name, 6, 2)
+    options = EngineOptions(blocks=90, block_size=4, max_batch=6)
+    made = StaticEngine(model_of(name), options=options)
+    for _ in range(2):  # what an earlier batch left in the blocks is not seen
+        found = made.generate([each[0] for each in asked], [each[1] for each in asked])
+        for one, other in zip(found, expected, strict=True):
+            assert (one.tokens, one.end, one.seed) == (other.tokens, other.end, other.seed)
+            torch.testing.assert_close(one.logprobs, other.logprobs, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="max_batch"):
+        made.generate([[1]] * 7)
+    with pytest.raises(ValueError, match="90"):
+        made.generate([[1]] * 6, Sampling(max_tokens=80))
 
 
 def test_a_score_is_the_models_forward() -> None:

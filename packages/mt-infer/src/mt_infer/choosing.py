@@ -22,13 +22,23 @@ class LogitsError(UserError):
     """A row of scores from which no token can be chosen."""
 
 
-def no_token_error(position: int) -> LogitsError:
-    """Return the error of a text, the prompt included, that has no token for a position."""
+def no_token_error(position: int, problem: str = "") -> LogitsError:
+    """Return the error of a text, the prompt included, that has no token for a position.
+
+    Args:
+        position: Index of the token in the text.
+        problem: Problem of the text's grammar, if that is the reason.
+    """
+    if problem:
+        return LogitsError(
+            f"the grammar gave up at token {position} of the text (the prompt's included): "
+            f"{problem}; use a simpler one"
+        )
     return LogitsError(
         f"the model's scores for token {position} of the text (the prompt's included) have NaN or "
         "no finite maximum, so no token can be chosen; the weights are damaged, or too large for "
-        "this dtype (try --dtype fp32, or another checkpoint), or allowed_token_ids and bad_words "
-        "leave no token"
+        "this dtype (try --dtype fp32, or another checkpoint), or allowed_token_ids, bad_words and "
+        "a grammar leave no token"
     )
 
 

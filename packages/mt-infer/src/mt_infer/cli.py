@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from mt_files import did_you_mean, import_failure, quick_imports, shorten
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _BAD_COMMAND = 2
 _MAX_PROMPT_BYTES = 1 << 24
+_MAX_GRAMMAR_BYTES = 1 << 20
 _MAX_ARGUMENT_BYTES = 100_000  # Linux takes 128 KiB
 _ONE_THREAD_PARAMETERS = 1 << 22
 
@@ -52,6 +53,13 @@ class Generate:
     """Use the moving average of the weights, if training kept one (optimizer.ema)."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A text that ends the continuation, which is cut before it; may be given several times."""
+    json_schema: Path | None = None
+    """A file with the JSON schema of the continuation; needs mt-infer[grammar]."""
+    regex: str | None = None
+    """A regular expression that the whole continuation matches; needs mt-infer[grammar]."""
+    grammar: Path | None = None
+    """A file with the grammar of the continuation, in llguidance's form of Lark; needs
+    mt-infer[grammar]."""
     max_tokens: int = 128
     """Stop after this many tokens, or at the end of the model's context."""
     greedy: bool = False
@@ -131,7 +139,7 @@ def _run(command: Generate) -> int:
                 open_run(command.run, command.step, download=command.download)
             )
             command.download = False  # once, and not by each rank
-            _check_run(command, env, run)
+            _check_run(command, env, run, sampling)
         if must_launch(command.nproc or 1, env):
             return launch("mt_infer", _as_arguments(command, run.step), command.nproc or 1)
         completion = _generate(command, env, run, sampling)
@@ -140,6 +148,8 @@ def _run(command: Generate) -> int:
         if completion.end == "context":
             limit, new = run.config.max_sequence_length, len(completion.tokens)
             say(f"the model's context of {limit} tokens is full after {new} new tokens")
+        if completion.end == "length" and sampling.grammar_field is not None:
+            say(f"--max-tokens {command.max_tokens} ended the text before its grammar did")
     return 0
 
 
@@ -194,6 +204,7 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
         seed=command.seed,
         stop=command.stop,
         max_tokens=command.max_tokens,
+        **_grammar(command),
     )
     if command.prompt == "-":
         command.prompt = _read_prompt(env)
@@ -203,6 +214,21 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
             "of --nproc; leave --nproc out, or start them with torchrun"
         )
     return sampling
+
+
+def _grammar(command: Generate) -> dict[str, Any]:
+    """Return the field of `Sampling` that has the grammar, if an option gives one."""
+    from mt_files import read_text
+
+    named = {name: getattr(command, name) for name in ("json_schema", "regex", "grammar")}
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(given) > 1:
+        flags = " and ".join(map(_flag, given))
+        raise ValueError(f"{flags} contradict each other: leave all but one out")
+    return {
+        name: read_text(value, limit=_MAX_GRAMMAR_BYTES) if isinstance(value, Path) else value
+        for name, value in given.items()
+    }
 
 
 def _read_prompt(env: DistributedEnv) -> str:
@@ -222,10 +248,11 @@ def _read_prompt(env: DistributedEnv) -> str:
         ) from error
 
 
-def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
+def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> None:
     """Check the options against the run, before weights are read and processes started."""
     from mt_model import validate_split
 
+    from mt_infer.engine.grammar import Grammars
     from mt_infer.loading import check_ema, check_kv_cache
     from mt_infer.text import encode_prompt
 
@@ -249,6 +276,7 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run) -> None:
     if command.kv_cache_dtype in ("fp8", "int8"):
         check_kv_cache(run, command.kv_cache_dtype)
     encode_prompt(command.prompt, run.tokenizer, run.config)
+    Grammars(run.tokenizer).of(sampling, run.ends)
 
 
 def _as_arguments(command: Generate, step: int | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mt_files import UserError
+from mt_files import MissingExtraError, UserError
 from mt_parallel_state import is_out_of_memory
 from torch.distributed import DistError
 
@@ -18,6 +18,6 @@ def explain(error: Exception) -> tuple[int, str] | None:
         )
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return _FAILED, f"{error.filename}: {error.strerror}"
-    if isinstance(error, UserError | DistError | OSError):
+    if isinstance(error, UserError | MissingExtraError | DistError | OSError):
         return _FAILED, str(error)
     return (_BAD_COMMAND, str(error)) if isinstance(error, ValueError) else None

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from mt_files import Checks
 
 _LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids")
+_GRAMMARS = ("json_schema", "regex", "grammar")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Parameters of the choice of tokens.
 
-    Scores go through these in order: allowed tokens, bad words, the repetition, frequency and
-    presence penalty, the bias, `min_tokens`; then, unless greedy, temperature, top-k, top-p, min-p
-    and typical-p, each of what the one before has kept.
+    Scores go through these in order: the grammar, allowed tokens, bad words, the repetition,
+    frequency and presence penalty, the bias, `min_tokens`; then, unless greedy, temperature, top-k,
+    top-p, min-p and typical-p, each of what the one before has kept.
+
+    At most one of `json_schema`, `regex` and `grammar` may be given; they need
+    `mt-infer[grammar]`. The continuation then ends only where its text is whole, and at once where
+    nothing may follow, unless it first reaches `max_tokens`.
 
     Attributes:
         seed: The same seed gives the same tokens, on any number of ranks and beside any other
@@ -42,6 +48,9 @@ class Sampling:
         logprobs: Whether to return the logprob of each token, by the model's scores as they are;
             a number also returns that many of the most likely tokens.
         prompt_logprobs: The same for the tokens of the prompt, from the second on.
+        json_schema: JSON schema of the continuation, as a mapping or as JSON.
+        regex: Regular expression that the whole continuation matches.
+        grammar: Grammar of the continuation, in the form of Lark that llguidance reads.
     """
 
     seed: int | None = None
@@ -63,6 +72,9 @@ class Sampling:
     n: int = 1
     logprobs: bool | int | None = None
     prompt_logprobs: bool | int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for name in _LISTS:
@@ -77,7 +89,15 @@ class Sampling:
             checks.add("stop", "'' is in every text; name a text of one character or more")
         if not all(self.bad_words):
             checks.add("bad_words", "an empty word is in every text; leave it out")
+        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            checks.add(given[1], f"{given[0]} is given too; a continuation has one grammar")
         checks.done()
+
+    @property
+    def grammar_field(self) -> str | None:
+        """Name of the field that has the grammar; None without one."""
+        return next((name for name in _GRAMMARS if getattr(self, name) is not None), None)
 
     @property
     def kept(self) -> tuple[float, ...]:
@@ -90,7 +110,7 @@ class Sampling:
         neutral = (0.0, 0.0, 1.0)
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
         listed = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
-        return penalties != neutral or bool(listed)
+        return penalties != neutral or bool(listed) or self.grammar_field is not None
 
 
 def _tuple(value: object) -> object:

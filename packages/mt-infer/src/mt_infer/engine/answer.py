@@ -6,7 +6,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mt_tokenizer import Tokenizer
+
 from mt_infer.completion import Completion, Delta, End
+from mt_infer.engine.grammar import Grammar
 from mt_infer.engine.request import Request
 from mt_infer.sampling import Sampling
 from mt_infer.text import StopTexts, TextStream
@@ -39,6 +42,7 @@ class Answer:
         choice: Number among the continuations of its prompt.
         adapter: Name of the adapter; None for none.
         bad: Lists of tokens that it must not have.
+        grammar: What it must be; None for anything.
         logprobs: Logprobs of its tokens.
         prompt_logprobs: Logprobs of its prompt's tokens.
         stops: Texts that end it; None without a tokenizer.
@@ -59,6 +63,7 @@ class Answer:
     choice: int = 0
     adapter: str | None = None
     bad: tuple[tuple[int, ...], ...] = ()
+    grammar: Grammar | None = None
     logprobs: Logprobs = field(default_factory=Logprobs)
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)
     stops: StopTexts | None = None
@@ -98,6 +103,8 @@ class Answer:
             self.cut = self.stops.cut(tokens)
             if self.cut is not None:
                 return "stop"
+        if self.grammar is not None and self.grammar.is_over(tokens):
+            return "stop"
         if len(tokens) < room:
             return None
         return "length" if len(tokens) == self.sampling.max_tokens else "context"
@@ -120,16 +127,19 @@ class Answer:
             )
         )
 
-    def complete(self, end: End, text: str | None, step: int | None) -> None:
+    def complete(self, end: End, tokenizer: Tokenizer | None, step: int | None) -> None:
         """End the answer.
 
         Args:
             end: Reason for the end.
-            text: Text of its tokens; None without a tokenizer.
+            tokenizer: Tokenizer of its tokens; None gives no text.
             step: Step of the weights.
         """
         wanted, of_prompt = self.sampling.logprobs, self.sampling.prompt_logprobs
         mine, prompts = self.logprobs, self.prompt_logprobs
+        text = self.cut
+        if text is None and tokenizer is not None:
+            text = tokenizer.decode(self.tokens)
         self.completion = Completion(
             tokens=self.tokens,
             text=text,

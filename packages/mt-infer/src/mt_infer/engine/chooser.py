@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mt_infer.choosing import choose_rows, uniform
+from mt_infer.choosing import NO_TOKEN, choose_rows, no_token_error, uniform
+from mt_infer.completion import End
 from mt_infer.engine.answer import Answer, Logprobs, is_wanted
 from mt_infer.engine.processors import adjust
 from mt_infer.engine.request import Part
@@ -104,6 +105,32 @@ def choose_next(scores: Tensor, wanted: Sequence[Wanted]) -> list[Drawn]:
     return drawn
 
 
+def follow(part: Part, answer: Answer, drawn: Drawn) -> tuple[list[int], End | None]:
+    """Return the new tokens of an answer, as far as drafts were right, and why it ends, if it does.
+
+    Args:
+        part: The part of the pass, whose request has not yet got the new tokens.
+        answer: The answer, which gets their logprobs, and the error if no token can be chosen.
+        drawn: The tokens drawn for the part.
+    """
+    held, new = answer.tokens, []
+    end: End | None = None if answer.sampling.max_tokens or not part.is_last else "length"
+    for place, token in enumerate(drawn.tokens):
+        if token == NO_TOKEN:
+            problem = "" if answer.grammar is None else answer.grammar.problem
+            answer.error = no_token_error(len(part.request.tokens) + place, problem)
+            end = "error"
+            break
+        if token not in answer.ends:
+            new.append(token)
+        end = answer.end_after([*held, *new], token)
+        if end is not None or part.drafts[place : place + 1] != (token,):
+            break
+    answer.logprobs.chosen += drawn.logprobs.chosen[: len(new)]
+    answer.logprobs.top += drawn.logprobs.top[: len(new)]
+    return new, end
+
+
 def _adjusted(scores: Tensor, wanted: Iterable[Wanted]) -> Tensor:
     """Return the scores with each request's penalties, biases and lists of tokens."""
     is_copy, row = False, 0
@@ -117,7 +144,8 @@ def _adjusted(scores: Tensor, wanted: Iterable[Wanted]) -> Tensor:
             if not is_copy:
                 scores, is_copy = scores.clone(), True
             text = [*after, *each.part.drafts[:accepted]]
-            how = answer.sampling, prompt, text, answer.ends, answer.bad
+            allowed = None if answer.grammar is None else answer.grammar.allowed(text)
+            how = answer.sampling, prompt, text, answer.ends, answer.bad, allowed
             scores[row] = adjust(scores[row], *how)
             row += 1
     return scores

@@ -64,16 +64,17 @@ class Engine:
         if self.options.batch_invariant and (problem := obstacle_of(model, state)):
             raise ValueError(f"batch_invariant=True: {problem}; leave it out")
         vocab_size = model.config.vocab_size if run is None else run.num_tokens
+        vocab_size = vocab_size if tokenizer is None else tokenizer.vocab_size
         self._loop = Loop(
             model,
             self.options,
-            vocab_size=vocab_size if tokenizer is None else tokenizer.vocab_size,
+            vocab_size=vocab_size,
             tokenizer=tokenizer,
             step=None if run is None else run.step,
             state=state,
         )
         self._weights = Weights(model, self._loop, run, state)
-        self._intake = Intake(model.config, tokenizer, self.ends)
+        self._intake = Intake(model.config, tokenizer, self.ends, vocab_size)
         self._lock, self._numbers = threading.RLock(), count()
 
     @classmethod

@@ -10,6 +10,7 @@ from mt_model import ModelConfig
 from mt_tokenizer import Tokenizer
 
 from mt_infer.engine.answer import Answer, is_wanted
+from mt_infer.engine.grammar import Grammars
 from mt_infer.engine.request import Request
 from mt_infer.sampling import Sampling
 from mt_infer.text import PromptError, StopTexts, check_prompt, check_tokens, encode_prompt
@@ -32,12 +33,19 @@ class Intake:
         config: Config of the model.
         tokenizer: Tokenizer of the model; None for token lists alone.
         ends: Tokens that end a text.
+        vocab_size: Number of tokens to choose from, without the vocabulary's padding.
     """
 
     def __init__(
-        self, config: ModelConfig, tokenizer: Tokenizer | None, ends: frozenset[int]
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        ends: frozenset[int],
+        vocab_size: int,
     ) -> None:
         self._config, self._tokenizer, self._ends = config, tokenizer, ends
+        self._vocab_size = vocab_size
+        self._grammars = Grammars(tokenizer)
 
     def tokens(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a prompt.
@@ -63,11 +71,18 @@ class Intake:
             seed: Seed of the choice.
 
         Raises:
-            ValueError: A list of tokens has one that the model doesn't know.
+            ValueError: A list of tokens has one that the model doesn't know, or the grammar is bad.
+            MissingExtraError: The library of grammars is not installed.
         """
+        ends = self._ends | set(sampling.stop_token_ids)
         bad = self._bad_words(sampling)
         ids = {*sampling.logit_bias, *sampling.allowed_token_ids, *chain.from_iterable(bad)}
         check_tokens(list(ids), self._config)
+        if ids and max(ids) >= self._vocab_size:
+            raise ValueError(
+                f"the token {max(ids)} is of the vocabulary's padding, and is never chosen; use "
+                f"tokens below {self._vocab_size} in logit_bias, allowed_token_ids and bad_words"
+            )
         longest = max(len(tokens) + 1, self._config.max_sequence_length)
         request = Request(
             number=number,
@@ -81,8 +96,9 @@ class Intake:
             sampling=sampling,
             seed=seed,
             prompt_length=len(tokens),
-            ends=self._ends | set(sampling.stop_token_ids),
+            ends=ends,
             bad=bad,
+            grammar=self._grammars.of(sampling, ends),
             stops=None if tokenizer is None else StopTexts(sampling.stop, tokenizer),
         )
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from functools import partial
 
 import torch
 from mt_model import GPT
 from mt_parallel_state import ParallelState
 from mt_tokenizer import Tokenizer
 
-from mt_infer.choosing import NO_TOKEN, no_token_error
 from mt_infer.completion import End
 from mt_infer.engine.adapters import Adapters
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.blocks import BlockPool
-from mt_infer.engine.chooser import Drawn, Wanted, choose_next
+from mt_infer.engine.chooser import Drawn, Wanted, choose_next, follow
 from mt_infer.engine.drafts import ngram_drafts
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.prefix import salt_of
@@ -62,6 +60,7 @@ class Loop:
         self.runner, self.step_of_weights = Runner(model, options, state), step
         self.adapters = Adapters(model)
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        self._num_drafts = options.num_drafts
         lasts = not (self.runner.has_states or self.runner.by_length)
         if options.speculate and not lasts:
             raise ValueError(
@@ -76,7 +75,7 @@ class Loop:
             max_batch_tokens=options.max_batch_tokens,
             prefix_cache=options.prefix_cache and lasts,
             by_length=self.runner.by_length,
-            drafter=partial(self._drafts, options.num_drafts) if options.speculate else None,
+            drafter=self._drafts if options.speculate else None,
         )
         self.arriving: deque[Answer] = deque()
         self.leaving: deque[Answer] = deque()
@@ -146,20 +145,7 @@ class Loop:
 
     def _append(self, part: Part, answer: Answer, drawn: Drawn) -> None:
         """Continue an answer by the tokens drawn for it, as far as drafts were right."""
-        held, new = answer.tokens, []
-        end: End | None = None if answer.sampling.max_tokens or not part.is_last else "length"
-        for place, token in enumerate(drawn.tokens):
-            if token == NO_TOKEN:
-                position = len(part.request.tokens) + place
-                answer.error, end = no_token_error(position), "error"
-                break
-            if token not in answer.ends:
-                new.append(token)
-            end = answer.end_after([*held, *new], token)
-            if end is not None or part.drafts[place : place + 1] != (token,):
-                break
-        answer.logprobs.chosen += drawn.logprobs.chosen[: len(new)]
-        answer.logprobs.top += drawn.logprobs.top[: len(new)]
+        new, end = follow(part, answer, drawn)
         self.scheduler.note(part, new)
         self.counts["tokens"] += len(new)
         self.counts["drafted"] += len(part.drafts)
@@ -178,17 +164,15 @@ class Loop:
         self._tell_end(answer, end, new)
 
     def _tell_end(self, answer: Answer, end: End, new: int = 0) -> None:
-        text = answer.cut
-        if text is None and self._tokenizer is not None:
-            text = self._tokenizer.decode(answer.tokens)
         if answer.error is None:
-            answer.complete(end, text, self.step_of_weights)
+            answer.complete(end, self._tokenizer, self.step_of_weights)
             answer.tell(new)
         self.drop_unused_adapters()
 
-    @staticmethod
-    def _drafts(num_drafts: int, request: Request, most: int) -> list[int]:
-        return ngram_drafts(request.tokens, min(num_drafts, most))
+    def _drafts(self, request: Request, most: int) -> list[int]:
+        answer = self._answers[request]
+        drafts = ngram_drafts(request.tokens, min(self._num_drafts, most))
+        return drafts if answer.grammar is None else answer.grammar.cut(answer.tokens, drafts)
 
 
 def _check_layout(model: GPT, state: ParallelState | None) -> None:

@@ -20,6 +20,7 @@ def adjust(
     continuation: Sequence[int],
     ends: Collection[int] = (),
     bad: Sequence[Sequence[int]] = (),
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Return the scores of the next token, changed as the parameters say; see `Sampling`.
 
@@ -30,19 +31,23 @@ def adjust(
         continuation: Tokens after the prompt.
         ends: Tokens that end the continuation.
         bad: Lists of tokens that the continuation must not have.
+        allowed: Whether the grammar allows each token; None without one.
 
     Shape:
-        scores: [vocab]. Returns [vocab].
+        scores: [vocab]; allowed: [vocab]. Returns [vocab].
     """
     scores = scores.clone()
+    if allowed is not None:
+        scores.masked_fill_(~allowed.to(scores.device), _NEVER)
     if sampling.allowed_token_ids:
-        allowed = _ids(scores, sampling.allowed_token_ids)
-        scores = torch.full_like(scores, _NEVER).index_copy_(0, allowed, scores[allowed])
+        ids = _ids(scores, sampling.allowed_token_ids)
+        scores = torch.full_like(scores, _NEVER).index_copy_(0, ids, scores[ids])
     _set(scores, [word[-1] for word in bad if _ends_with(continuation, word[:-1])])
     counts = Counter(continuation)
     if sampling.repetition_penalty != 1:
         factor = sampling.repetition_penalty
-        _change(scores, {*prompt, *counts}, lambda x: torch.where(x > 0, x / factor, x * factor))
+        seen = {each for each in (*prompt, *counts) if each < len(scores)}  # padding has none
+        _change(scores, seen, lambda x: torch.where(x > 0, x / factor, x * factor))
     if counts and (sampling.frequency_penalty or sampling.presence_penalty):
         times = scores.new_tensor(list(counts.values()))
         less = sampling.frequency_penalty * times + sampling.presence_penalty
@@ -65,8 +70,9 @@ def _change(scores: Tensor, ids: Collection[int], change: Callable[[Tensor], Ten
 
 
 def _set(scores: Tensor, ids: Collection[int]) -> None:
-    if ids:
-        scores[_ids(scores, ids)] = _NEVER
+    known = [each for each in ids if 0 <= each < len(scores)]
+    if known:
+        scores[_ids(scores, known)] = _NEVER
 
 
 def _ends_with(tokens: Sequence[int], end: Sequence[int]) -> bool:

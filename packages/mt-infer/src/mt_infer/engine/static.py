@@ -1,0 +1,109 @@
+"""The static engine: one fixed batch, without a scheduler."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from mt_model import GPT
+from mt_tokenizer import Tokenizer
+
+from mt_infer.completion import Completion
+from mt_infer.engine.answer import Answer
+from mt_infer.engine.chooser import Wanted, choose_next, follow
+from mt_infer.engine.intake import Intake, Prompts, as_list
+from mt_infer.engine.options import EngineOptions
+from mt_infer.engine.request import Part
+from mt_infer.engine.runner import Runner
+from mt_infer.sampling import Sampling
+
+
+class StaticEngine:
+    """A model that reads some prompts in one pass, and then adds a token to each in every further.
+
+    The pass and the choice are those of `Engine`, so the tokens are too. Nothing waits, shares
+    blocks or is guessed, and a prompt can't join while others run: it shows what one batch costs,
+    and is the shortest way to read how text is made.
+
+    Args:
+        model: The model.
+        tokenizer: The one that it was trained with; None for token lists alone.
+        ends: Tokens that end a text.
+        options: Sizes: `blocks` and `max_batch` bound a batch, `max_batch_tokens` does not.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        tokenizer: Tokenizer | None = None,
+        ends: Sequence[int] | frozenset[int] = (),
+        options: EngineOptions | None = None,
+    ) -> None:
+        self._options = EngineOptions() if options is None else options
+        self._runner, self._tokenizer = Runner(model, self._options, None), tokenizer
+        self._vocab_size = model.config.vocab_size if tokenizer is None else tokenizer.vocab_size
+        self._intake = Intake(model.config, tokenizer, frozenset(ends), self._vocab_size)
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> list[Completion]:
+        """Continue prompts; see `Engine.generate`.
+
+        Raises:
+            ValueError: They are more than fit at once.
+        """
+        answers = self._answers(prompts, sampling)
+        running = answers
+        while running:
+            parts = [Part(request=each.request, count=each.request.pending) for each in running]
+            wanted = [Wanted.of(*pair) for pair in zip(parts, running, strict=True)]
+            scores = self._runner.scores(parts, [each.places for each in wanted])
+            drawn = choose_next(scores[:, : self._vocab_size], wanted)
+            for part, answer, tokens in zip(parts, running, drawn, strict=True):
+                new, end = follow(part, answer, tokens)
+                if answer.error is not None:
+                    raise answer.error
+                part.request.held += part.count
+                part.request.tokens += new
+                if self._runner.restarts(part.request.held, len(part.request.tokens)):
+                    part.request.held = 0  # all keys change at this length
+                if end is not None:
+                    answer.complete(end, self._tokenizer, None)
+            running = [each for each in running if not each.has_ended]
+        return [cast("Completion", each.completion) for each in answers]
+
+    def _answers(
+        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None
+    ) -> list[Answer]:
+        """Return an empty answer for each continuation, with a place in the batch and blocks."""
+        given = as_list(prompts)
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = [sampling or Sampling()] * len(given)
+        answers: list[Answer] = []
+        free = 0
+        for prompt, how in zip(given, sampling, strict=True):
+            tokens = self._intake.tokens(prompt)
+            seed = secrets.randbits(32) if how.seed is None else how.seed
+            for choice in range(how.n):
+                answer = self._intake.answer(len(answers), tokens, how, seed)
+                answer.choice, request = choice, answer.request
+                needed = -(-(request.limit - 1) // self._options.block_size)
+                request.state, request.table = len(answers), list(range(free, free + needed))
+                free += needed
+                answers.append(answer)
+        self._check(len(answers), free)
+        return answers
+
+    def _check(self, number: int, blocks: int) -> None:
+        options = self._options
+        known = options.num_blocks(self._runner.model.config)
+        if number > options.max_batch or blocks > known:
+            raise ValueError(
+                f"{number} continuations need {blocks} blocks, and the batch has room for "
+                f"{options.max_batch} in {known}; raise max_batch and blocks, or use Engine, "
+                "where they wait"
+            )
