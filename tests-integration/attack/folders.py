@@ -1,4 +1,4 @@
-"""Folders of Hugging Face that are damaged or made to hurt, given to `mt-hf import`."""
+"""Folders of Hugging Face that are damaged or made to hurt: of models and of adapters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ import random
 from pathlib import Path
 
 from checkpoints import mutate
-from world import Result, Row, World, call, demand, expect, files_of, flip_bit, replace_with
+from world import (
+    MESSAGE_BYTES,
+    Result,
+    Row,
+    World,
+    call,
+    demand,
+    expect,
+    files_of,
+    flip_bit,
+    replace_with,
+)
 
 
 def _folder(scratch: Path) -> Path:
@@ -63,7 +74,42 @@ def forged_folder(world: World, rng: random.Random, scratch: Path) -> None:
     _import(folder, scratch)
 
 
+def adapter(world: World, rng: random.Random, scratch: Path) -> None:
+    """Damage a file of an adapter, or exchange a value of its config: read, or refused in words."""
+    from mt_files import UserError
+    from mt_hf import export_lora, read_lora
+    from mt_model import GPT, gpt
+    from mt_tensor_parallel import add_lora, save_lora
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
+    model, folder = GPT(gpt(**sizes, max_sequence_length=32)), scratch / "adapter"
+    plain = GPT(model.config)
+    add_lora(model, 2)
+    save_lora(model, folder, base_model="", export=export_lora)
+    path = rng.choice(files_of(folder))
+    how = rng.choice(["flip", "flip", "cut", "gone", "fifo", "device", "forged", "forged"])
+    config = folder / "adapter_config.json"
+    if how == "forged":
+        config.write_text(json.dumps(mutate(json.loads(config.read_text()), rng)))
+    elif how == "flip":
+        flip_bit(path, rng)
+    elif how == "cut":
+        path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+    elif how == "gone":
+        path.unlink()
+    else:
+        replace_with(path, how, scratch)
+    try:
+        found = read_lora(folder, plain)
+    except (UserError, ValueError, OSError) as error:
+        demand(len(str(error)) <= MESSAGE_BYTES, f"{len(str(error))} bytes of message")
+        return
+    demand(how in ("flip", "forged"), f"{path.name} with {how} was read")
+    demand(len(found) == 8, f"{len(found)} layers")
+
+
 ROWS = [
+    Row(name="adapters of PEFT damaged or forged", attack=adapter, cases=100),
     Row(name="folders of Hugging Face damaged", attack=damaged_folder, cases=100),
     Row(name="folders of Hugging Face forged", attack=forged_folder, cases=100),
 ]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from mt_infer import Completion, Engine, EngineOptions, Sampling
-from mt_model import GPT, Kernels, gpt
+from mt_model import GPT, Kernels, ModelConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 from torch import Tensor
 
@@ -36,14 +38,13 @@ def model(
     return GPT(CONFIG, state, layers=layers, dtype=dtype, seed=3, kernels=kernels).eval()
 
 
-def adapter(rank: int, seed: int = 0) -> dict[str, Tensor]:
+def adapter(rank: int, config: ModelConfig = CONFIG) -> dict[str, Tensor]:
     """A drawn adapter by the names of PEFT."""
-    draw, found = torch.Generator().manual_seed(100 * rank + seed), {}
-    params = dict(GPT(CONFIG, device="meta").named_parameters())
+    draw, found = torch.Generator().manual_seed(rank), {}
+    params = dict(GPT(config, device="meta").named_parameters())
     for name in (f"layers.{i}.{layer}" for i in range(2) for layer in LAYERS):
         shape = params[f"{name}.weight"].shape
-        into = 64 if "out" not in name else shape[1:].numel()
-        into = shape[1] if "down" in name else into
+        into = shape[1:].numel() if name.endswith("out") else shape[-1]
         for part, size in (("A", (rank, into)), ("B", (shape.numel() // into, rank))):
             values = torch.randn(size, generator=draw) / 8
             found[f"base_model.model.{name}.lora_{part}.weight"] = values
@@ -68,32 +69,35 @@ def engine(made: GPT | None = None, **options: int) -> Engine:
 
 
 def asked() -> list[Sampling]:
-    return [Sampling(seed=i, max_tokens=9, logprobs=0) for i in range(len(PROMPTS))]
+    return [Sampling(seed=i, max_tokens=6, logprobs=0) for i in range(len(PROMPTS))]
 
 
 def whole(found: list[Completion]) -> list[tuple[list[int], list[float] | None]]:
     return [(each.tokens, each.logprobs) for each in found]
 
 
-def test_eight_adapters_in_a_batch_are_merged_models_and_themselves_alone_in_every_bit() -> None:
-    made = engine(max_batch_tokens=24)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_adapters_in_a_batch_are_merged_models_and_themselves_alone_in_every_bit(
+    dtype,
+) -> None:
+    made, lone = engine(model(dtype=dtype), max_batch_tokens=24), engine(model(dtype=dtype))
     for name, rank in zip(NAMES, RANKS, strict=True):
         made.load_adapter(name, adapter(rank))
     together = made.generate(PROMPTS, asked(), adapter=[*NAMES, None])
     assert made.stats()["adapters"] == 8
-    lone = engine(max_batch=1)
     for index, (name, rank) in enumerate(zip(NAMES, RANKS, strict=True)):
         lone.load_adapter(name, adapter(rank))
         alone = lone.generate(PROMPTS[index], asked()[index], adapter=name)
         assert whole(alone) == whole(together[index : index + 1])
-        text = PROMPTS[index] + together[index].tokens
-        logits = merged(adapter(rank)).logits(torch.tensor([text]))[0, :-1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
-        torch.testing.assert_close(lone.score(text, adapter=name), expected, rtol=0, atol=1e-5)
-        assert (lone.score(text) - expected).abs().max() > 0.01
+        if dtype == torch.float32:
+            text = PROMPTS[index] + together[index].tokens
+            logits = merged(adapter(rank)).logits(torch.tensor([text]))[0, :-1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(text[1:])[:, None])[:, 0]
+            torch.testing.assert_close(lone.score(text, adapter=name), expected, rtol=0, atol=1e-5)
+            assert (lone.score(text) - expected).abs().max() > 0.01
         lone.remove_adapter(name)
         assert lone.stats()["adapters"] == 0
-    assert whole(together[-1:]) == whole(engine().generate(PROMPTS[-1], asked()[-1]))
+    assert whole(together[-1:]) == whole(lone.generate(PROMPTS[-1], asked()[-1]))
 
 
 def test_adapters_come_and_go_while_requests_run() -> None:
@@ -156,3 +160,35 @@ def test_ranks_that_share_a_model_share_adapters(ranks, layout) -> None:
     for found, again, name in zip(first, second, ("a", None), strict=True):
         assert torch.equal(found, again)
         torch.testing.assert_close(found, lone.score(PROMPTS[3], adapter=name))
+
+
+def write(folder: Path, tensors: dict[str, Tensor], rank: int) -> None:
+    """Write an adapter as PEFT does."""
+    entries, data = {}, b""
+    for name, x in tensors.items():
+        start, data = len(data), data + x.numpy().tobytes()
+        place = {"dtype": "F32", "shape": list(x.shape)}
+        entries[name] = place | {"data_offsets": [start, len(data)]}
+    header = json.dumps(entries).encode()
+    folder.mkdir()
+    size = len(header).to_bytes(8, "little")
+    (folder / "adapter_model.safetensors").write_bytes(size + header + data)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8 * rank}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def test_the_command_uses_an_adapter(folder, generate, tmp_path) -> None:
+    write(tmp_path / "own", adapter(2, Engine.from_folder(folder).model.config), 2)
+    made = Engine.from_folder(folder, adapters={"own": tmp_path / "own"})
+    texts = [
+        made.generate("to be", Sampling(seed=0), adapter=name)[0].text for name in ("own", None)
+    ]
+    assert texts[0] != texts[1]
+    code, out, _ = generate(folder, "--adapter", tmp_path / "own")
+    assert (code, out) == (0, f"{texts[0]}\n")
+    code, _, err = generate(folder, "--adapter", tmp_path / "other")
+    assert code == 1
+    assert "adapter_model.safetensors" in err
+    code, _, err = generate(folder, "--adapter", tmp_path / "own", "--cuda-graphs")
+    assert code == 2
+    assert "--adapter" in err

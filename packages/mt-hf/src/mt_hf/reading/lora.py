@@ -97,14 +97,14 @@ def read_lora(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Read a LoRA adapter of Hugging Face PEFT for a model's layers.
 
-    It is the inverse of `mt_tensor_parallel.save_lora` with `export_lora`, for every family:
-    adapters of several layers that are one in our model become one, whose rank is their sum unless
-    they share A.
+    It is the inverse of `mt_tensor_parallel.save_lora` with `export_lora`, for every family. Where
+    our model fuses several layers, their adapters become one adapter. Its rank is the sum of their
+    ranks; adapters that share A count once.
 
     Args:
         source: A folder with adapter_config.json and adapter_model.safetensors; or tensors by their
-            names in PEFT, such as those of `mt_tensor_parallel.lora_state`, with the layers' names
-            in transformers or in our model.
+            names in PEFT, for example from `mt_tensor_parallel.lora_state`. The names contain the
+            layers' names in transformers, or in our model.
         model: The model, or a stage of it, with `origin` if it was read from a folder.
         alpha: Products of given tensors are scaled by alpha / rank; by 1 if None.
 
@@ -256,7 +256,7 @@ class _Names:
 
 
 def _sources(link: Link, shape: Sizes, cut: int) -> tuple[Sizes, Tensor, Tensor]:
-    """Return a linked layer's sizes, and its output and input for each of those of our box."""
+    """Return a linked layer's sizes, the outputs that our box has, and the inputs."""
     firsts = torch.arange(link.shape[0])[:, None].expand(link.shape)
     seconds = torch.arange(link.shape[1]).expand(link.shape)
     windows, whole = [link.window(index, shape) for index in (firsts, seconds)], link.shape
@@ -277,7 +277,7 @@ def _index(shape: Sizes) -> Tensor:
 
 
 def _join(known: list[tuple[Tensor, Tensor]], a: Tensor, b: Tensor) -> None:
-    """Add a pair to those of a layer; with an A that is known it adds to that one's B."""
+    """Add a pair to a layer's pairs; if one has the same A, add B to the B of that pair."""
     for own, other in known:
         if own.shape == a.shape and torch.equal(own, a):
             other += b

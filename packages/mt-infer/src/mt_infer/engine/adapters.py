@@ -18,7 +18,7 @@ class Adapters:
     """LoRA adapters of a model by name; whoever loads or removes holds the engine's lock.
 
     Each load has a number that no other one has, which requests and keys of cached blocks carry.
-    What is removed stays for the requests that have begun with it.
+    A removed adapter stays in memory until the requests that have begun with it end.
 
     Args:
         model: The model, or one stage of it.
