@@ -18,6 +18,16 @@ from numpy.typing import ArrayLike, NDArray
 from mt_tokenizer.cut import PART, cut
 from mt_tokenizer.engine import Engine, JsonEngine, ModelEngine
 from mt_tokenizer.error import TokenizerError, TokenizerFileError
+from mt_tokenizer.foreign import (
+    MAX_FILE,
+    added_tokens,
+    from_ranks,
+    from_tekken,
+    from_vocabulary,
+    from_word_pieces,
+    is_ranks,
+    is_tekken,
+)
 from mt_tokenizer.schema import check_record
 
 # Known names of end-of-document tokens. A tokenizer without exactly one of them needs `eod`.
@@ -33,7 +43,6 @@ EOD_NAMES = (
     "[EOS]",
     "[SEP]",
 )
-MAX_FILE = 1 << 28
 _PARTS = 8
 
 
@@ -244,42 +253,54 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, eod: str | None = None) -> Tokenizer:
-    """Load any `tokenizer.json` that the `tokenizers` library reads, or a sentencepiece `.model`.
+    """Load a tokenizer of any of the formats in which models are published.
 
-    The kind is detected from the content, not from the name.
+    These are any `tokenizer.json` that the `tokenizers` library reads, a sentencepiece `.model`,
+    Mistral's `tekken.json`, the published files of tiktoken's ranks (GPT-2, GPT-4, GPT-4o, Llama
+    3, Qwen), GPT-2's and Qwen's `vocab.json` with `merges.txt`, and BERT's `vocab.txt`. The last
+    two are known by their names, the others by their content. All but sentencepiece become a
+    `tokenizer.json`, which `save` writes.
 
     Args:
-        path: The file.
+        path: The file; of several files that make a tokenizer, the vocabulary.
         eod: Name of the special token that ends a document; see `Tokenizer`.
 
     Raises:
         TokenizerFileError: The file is not a valid tokenizer.
         FileError: The file can't be read; see `mt_files.read_bytes`.
     """
-    name = os.fspath(path)
-    if Path(path).is_dir():
-        raise TokenizerFileError(name, "is a folder; give the tokenizer.json or .model in it")
-    content = mt_files.read_bytes(Path(path), limit=MAX_FILE)
+    given = Path(path)
+    if given.is_dir():
+        raise TokenizerFileError(os.fspath(path), "is a folder; give the tokenizer's file in it")
     try:
-        return Tokenizer(_engine(content), eod=eod)
-    except mt_files.FileError as error:
-        problem = f"is not a tokenizer.json ({error.problem}); {_ADVICE}"
-        raise TokenizerFileError(name, problem) from None
+        return Tokenizer(_engine(given), eod=eod)
     except TokenizerError as error:
         advice = f"; {_ADVICE}" if "is not a tokenizer.json (" in str(error) else ""
-        raise TokenizerFileError(name, f"{error}{advice}") from None
+        raise TokenizerFileError(os.fspath(path), f"{error}{advice}") from None
 
 
 _ADVICE = "give the file of a Hugging Face model, or one written by mt-data or mt-train"
 
 
-def _engine(content: bytes) -> Engine:
-    """Return the engine for a file's content."""
+def _engine(path: Path) -> Any:
+    """Return the engine for a file."""
+    if path.name == "vocab.txt":
+        return from_word_pieces(path)
+    if path.name == "vocab.json":
+        return from_vocabulary(path)
+    content = mt_files.read_bytes(path, limit=MAX_FILE)
     if _is_model(content):
         return ModelEngine(content)
     require("tokenizers", "loading a tokenizer")
+    if is_ranks(content):
+        return from_ranks(content, added_tokens(path.parent))
     try:
-        check_record(mt_files.parse_json(content, name="it"))
+        record = mt_files.parse_json(content, name="it")
+        if is_tekken(record):
+            return from_tekken(record)
+        check_record(record)
+    except mt_files.FileError as error:
+        raise TokenizerError(f"is not a tokenizer.json ({error.problem})") from None
     except TokenizerError as error:
         raise TokenizerError(f"is not a tokenizer.json ({error})") from None
     return JsonEngine.from_bytes(content)

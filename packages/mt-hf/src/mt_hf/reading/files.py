@@ -11,13 +11,20 @@ from mt_files import open_file, read_json, writing
 from mt_hf.family.error import ExchangeError
 
 CONFIG = "config.json"
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model")
+# Names of tokenizers' files, the preferred first.
+TOKENIZERS = (
+    *("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json"),
+    *("tiktoken.model", "qwen.tiktoken", "vocab.json", "vocab.txt"),
+)
 # Files that do not describe the weights.
 CARRIED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tekken.json",
+    "tiktoken.model",
+    "qwen.tiktoken",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
