@@ -195,9 +195,8 @@ def test_broken_tokenizer_file_is_named(tmp_path, content):
 
 
 def test_folder_given_as_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(TokenizerFileError) as error:
+    with pytest.raises(TokenizerFileError, match="folder"):
         load_tokenizer(tmp_path)
-    assert str(error.value) == f"{tmp_path}: is a folder; give the tokenizer.json or .model in it"
 
 
 def test_end_of_document_token_is_found_or_asked_for(tmp_path):

@@ -131,9 +131,13 @@ def from_tekken(record: Mapping[str, Any]) -> Any:
     listed = record.get("special_tokens")
     names = dict(enumerate(_TEKKEN[:count] if listed is None else ()))
     for entry in listed or ():
-        if not isinstance(entry, dict) or not isinstance(entry.get("token_str"), str):
-            raise TokenizerError(f"special_tokens has {shorten(entry)}; each needs a token_str")
-        names[entry.get("rank")] = entry["token_str"]
+        match entry:
+            case {"rank": int(number), "token_str": str(name)}:
+                names[number] = name
+            case _:
+                raise TokenizerError(
+                    f"special_tokens has {shorten(entry)}; each needs a rank and a token_str"
+                )
     special = {names.get(number, f"<SPECIAL_{number}>"): number for number in range(count)}
     return byte_level(ranks, str(config.get("pattern")), special, first=count)
 
