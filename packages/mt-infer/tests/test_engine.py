@@ -23,9 +23,7 @@ from mt_infer import (
 from mt_model import (
     GPT,
     AlibiConfig,
-    AttentionConfig,
     DynamicScaling,
-    EncoderDecoder,
     GatedDeltaNetConfig,
     Kernels,
     LayerConfig,
@@ -34,7 +32,6 @@ from mt_model import (
     MLAConfig,
     MLPConfig,
     RopeConfig,
-    encoder_decoder_layers,
     gpt,
 )
 from mt_parallel_state import ParallelLayout, ParallelState
@@ -255,21 +252,6 @@ def test_kernels_whose_bits_depend_on_the_batch_are_refused_where_others_are_ask
     assert not engine().batch_invariant
     with pytest.raises(ValueError, match="invariant"):
         engine(batch_invariant=True)
-
-
-def test_an_encoder_is_refused() -> None:
-    parts = (
-        AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=8, rope=RopeConfig()),
-        MLPConfig(ffn_size=48),
-    )
-    both: dict[str, Any] = {
-        "encoder_layers": 1,
-        "layers": encoder_decoder_layers(*parts, encoder=1, decoder=1),
-        "decoder_start": 1,
-    }
-    sizes = {name: size for name, size in SIZES.items() if name != "num_layers"}
-    with pytest.raises(ValueError, match="load_run"):
-        Engine(EncoderDecoder(gpt(**sizes, **both), seed=3).eval())
 
 
 def test_a_generator_refuses_the_parameters_that_it_does_not_use(saved_run) -> None:

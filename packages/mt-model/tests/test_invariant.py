@@ -9,6 +9,7 @@ import torch
 from mt_model import (
     GPT,
     AttentionConfig,
+    EncoderDecoder,
     GatedDeltaNetConfig,
     Kernels,
     LayerConfig,
@@ -16,7 +17,9 @@ from mt_model import (
     MLAConfig,
     MLPConfig,
     MoEConfig,
+    RelativeConfig,
     RopeConfig,
+    encoder_decoder_layers,
     gpt,
     invariance_obstacle,
 )
@@ -98,6 +101,18 @@ def test_the_probe_runs_a_stage_from_drawn_features():
         assert invariance_obstacle(stage) is None
     stage.layers["1"].mixer.qkv.gemm = build("dense", kernels="auto").layers["1"].mixer.qkv.gemm
     assert "bits" in invariance_obstacle(stage)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_has_the_same_bits_of_what_its_encoder_reads(dtype):
+    attention = AttentionConfig(**HEADS, score_bias=RelativeConfig(), scale=1.0)
+    layers = encoder_decoder_layers(attention, MLP, encoder=2, decoder=2)
+    config = gpt(**SIZES, layers=layers, encoder_layers=2, positions="none")
+    kernels = Kernels(attention="invariant")
+    model = EncoderDecoder(config, dtype=dtype, seed=3, kernels=kernels).eval()
+    assert invariance_obstacle(model) is None
+    model.encode = lambda tokens, pages, places: None  # nothing in its pages
+    assert "bits" in invariance_obstacle(model)
 
 
 @pytest.mark.parametrize("how", [

@@ -207,6 +207,24 @@ def test_each_request_attends_to_its_own_memory(kind):
         torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+def test_stages_fill_the_memories_of_the_whole_model(cut):
+    mlp, layer = MLPConfig(ffn_size=48), AttentionConfig(**GROUPS)
+    layers = encoder_decoder_layers(layer, mlp, encoder=2, decoder=2)
+    config = gpt(**SIZES, layers=layers, encoder_layers=2)
+    text, places = texts()[:1, :9], torch.arange(9) + 2 * BLOCK
+    whole = EncoderDecoder(config, dtype=torch.float64, seed=3).eval()
+    expected, x = pages_of(whole), None
+    whole.encode(text, expected, places)
+    for own in (range(cut), range(cut, 6)):
+        stage = EncoderDecoder(config, layers=own, dtype=torch.float64, seed=3).eval()
+        found = pages_of(stage)
+        x = stage.encode(text, found, places, x)
+        for index, tensors in found.layers.items():
+            torch.testing.assert_close(tensors, expected.layers[index], rtol=1e-12, atol=1e-12)
+    assert any(x.any() for x in expected.layers[3].values())
+
+
 def on_rank(tp):
     """Return the scores that a rank of a tensor-parallel group has of a model of several kinds."""
     state = ParallelState(ParallelLayout(tp=tp))

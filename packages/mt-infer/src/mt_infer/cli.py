@@ -43,6 +43,8 @@ class Generate:
     local cache, such as Qwen/Qwen3-0.6B."""
     prompt: str
     """The text to continue; - reads it from standard input."""
+    image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A file with an image, for one image token of the prompt; may be given several times."""
     step: int | None = None
     """The checkpoint of this step; by default the latest."""
     download: bool = False
@@ -254,10 +256,11 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampl
 
     from mt_infer.engine.grammar import Grammars
     from mt_infer.loading import check_ema, check_kv_cache
-    from mt_infer.text import encode_prompt
 
     if command.ema:
         check_ema(run)
+    if command.cuda_graphs and run.config.encoder_layers:
+        raise ValueError("--cuda-graphs: a model with an encoder runs without them; leave it out")
     processes = max(command.nproc or 1, env.world_size)
     try:
         validate_split(run.config, processes // command.pp)
@@ -269,14 +272,25 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampl
         raise ValueError(
             f"--pp {command.pp}: the model has {run.config.num_layers} layers to share"
         )
-    if command.adapter is not None and _needs_generator(command, run):
+    if command.adapter is not None and (command.cuda_graphs or run.config.encoder_layers):
         raise ValueError(
             "--adapter does not go with --cuda-graphs or an encoder; merge it into the model"
         )
     if command.kv_cache_dtype in ("fp8", "int8"):
         check_kv_cache(run, command.kv_cache_dtype)
-    encode_prompt(command.prompt, run.tokenizer, run.config)
+    _tokens(command, run)
     Grammars(run.tokenizer).of(sampling, run.ends)
+
+
+def _tokens(command: Generate, run: Run) -> list[int]:
+    """Return the prompt's tokens, with those of its images."""
+    from mt_infer.engine.images import place_images
+    from mt_infer.text import check_prompt, encode_prompt
+
+    tokens = encode_prompt(command.prompt, run.tokenizer, run.config)
+    tokens, _ = place_images(tokens, command.image, run.config, run.pixels)
+    check_prompt(tokens, run.config)
+    return tokens
 
 
 def _as_arguments(command: Generate, step: int | None) -> list[str]:
@@ -284,10 +298,10 @@ def _as_arguments(command: Generate, step: int | None) -> list[str]:
     command.step = step
     names, switches = _options(Generate)
     given = {name: getattr(command, name) for name in names}
-    stops = [f"--stop={text}" for text in given.pop("stop")]
+    repeated = [f"--{name}={each}" for name in ("stop", "image") for each in given.pop(name)]
     options = [f"{_flag(name)}={value}" for name, value in given.items() if value is not None]
     switches = [_flag(name) for name in switches if getattr(command, name)]
-    return ["generate", *stops, *options, *switches, "--", str(command.run)]
+    return ["generate", *repeated, *options, *switches, "--", str(command.run)]
 
 
 def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> Completion:
@@ -296,13 +310,13 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
     from mt_infer.engine.engine import Engine
     from mt_infer.engine.options import EngineOptions
     from mt_infer.loading import load_weights, same_run
-    from mt_infer.text import encode_prompt
 
     tp = env.world_size // command.pp
     layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
     how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
-        if _needs_generator(command, run):
+        # Graphs are for one prompt at a time.
+        if command.cuda_graphs:
             with same_run(run, state) as agreed:
                 generator = load_weights(agreed, state, **how)
             kept = {"kv_cache_dtype": command.kv_cache_dtype, "cuda_graphs": command.cuda_graphs}
@@ -310,12 +324,8 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
             _use_threads(generator.model)
             generator = replace(generator, **kept, on_eager=told)
             return generator.complete(command.prompt, sampling)
-        # A lone prompt needs no more room than its own.
-        length = len(encode_prompt(command.prompt, run.tokenizer, run.config)) + command.max_tokens
-        size = EngineOptions.block_size
-        blocks = -(-min(length, run.config.max_sequence_length) // size)
         options = EngineOptions(
-            blocks=blocks,
+            blocks=_blocks(command, run, EngineOptions.block_size),
             max_batch=1,
             kv_cache_dtype=command.kv_cache_dtype,
             prefix_cache=False,
@@ -327,12 +337,16 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
         name = None if command.adapter is None else str(command.adapter)
         if name is not None:
             engine.load_adapter(name, name)
-        return engine.generate(command.prompt, sampling, adapter=name)[0]
+        return engine.generate(command.prompt, sampling, [list(command.image)], name)[0]
 
 
-def _needs_generator(command: Generate, run: Run) -> bool:
-    """Return whether graphs or an encoder ask for one prompt at a time."""
-    return command.cuda_graphs or bool(run.config.encoder_layers)
+def _blocks(command: Generate, run: Run, size: int) -> int:
+    """Return the number of blocks for the prompt alone."""
+    given, source = len(_tokens(command, run)), 0
+    if run.config.encoder_layers:
+        given, source = 1, given
+    length = min(given + command.max_tokens, run.config.max_sequence_length)
+    return -(-length // size) - (-source // size)
 
 
 def _use_threads(model: GPT) -> None:

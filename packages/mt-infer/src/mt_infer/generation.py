@@ -17,7 +17,7 @@ from torch import Tensor
 from mt_infer.choosing import NO_TOKEN, draw, draw_key, no_token_error
 from mt_infer.completion import Completion, End
 from mt_infer.sampling import Sampling
-from mt_infer.text import StopTexts, check_prompt, encode_prompt
+from mt_infer.text import PromptError, StopTexts, check_prompt, encode_prompt
 
 _SERVED = {"seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "stop", "max_tokens"}
 
@@ -26,7 +26,7 @@ _SERVED = {"seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "stop"
 class Generator:
     """A loaded model with its tokenizer, for one prompt at a time.
 
-    It serves what `Engine` does not: stages, encoders, and CUDA graphs.
+    It serves what `Engine` does not: CUDA graphs, with stages too.
 
     Attributes:
         model: This rank's stage: all layers without pipeline stages; under tensor parallelism its
@@ -55,7 +55,7 @@ class Generator:
     on_eager: Callable[[str], object] | None = None
 
     def complete(self, prompt: str, sampling: Sampling) -> Completion:
-        """Continue a text; a model with an encoder reads it there, and its decoder answers.
+        """Continue a text.
 
         Args:
             prompt: The text to continue; an empty one starts a new document.
@@ -80,7 +80,7 @@ class Generator:
             text = stops.cut(tokens)
             if text is not None:
                 return Completion(tokens=tokens, text=text, end="stop", seed=seed)
-        room = limit - (1 if self.config.encoder_layers else len(given))
+        room = limit - len(given)
         end: End = "stop"
         if len(tokens) == min(sampling.max_tokens, room):
             end = "length" if sampling.max_tokens <= room else "context"
@@ -88,19 +88,14 @@ class Generator:
 
     @torch.inference_mode()
     def tokens(self, prompt: list[int], max_tokens: int, sampling: Sampling) -> Iterator[int]:
-        """Yield the continuation of a prompt token by token.
-
-        A model with an encoder reads the prompt there, with an end-of-document token appended, and
-        its decoder starts with `decoder_start`.
-        """
+        """Yield the continuation of a prompt token by token."""
         limit = self.config.max_sequence_length
         check_prompt(prompt, self.config)
-        device = next(self.model.parameters()).device
-        fed, encoded = torch.tensor([prompt], device=device), None
         if self.config.encoder_layers:
-            end = [] if prompt[-1] == self.tokenizer.eod_id else [self.tokenizer.eod_id]
-            encoded = torch.tensor([[*prompt, *end]], device=device)
-            fed = torch.tensor([[self.config.decoder_start]], device=device)
+            raise ValueError("an encoder's model is served by an Engine; make one")
+        if self.config.images is not None and self.config.images.token_id in prompt:
+            raise PromptError("the prompt has an image token; give it with images to an Engine")
+        fed = torch.tensor([prompt], device=next(self.model.parameters()).device)
         first = fed.shape[1]
         length = min(limit, first + max_tokens)
         kept = {"max_length": length, "kv_cache_dtype": self.kv_cache_dtype}
@@ -109,8 +104,7 @@ class Generator:
         waiting: Tensor | None = None
         decoding: GraphedDecoding | None = None
         for position in range(first, length):
-            found = self._scores(fed, cache, encoded, decoding)
-            encoded = None  # the cache now holds the encoder's keys and values
+            found = self._scores(fed, cache, decoding)
             # Reading a token waits for the device, so the next pass is queued first.
             if waiting is not None:
                 token = self._read(waiting, position - 1)
@@ -165,18 +159,12 @@ class Generator:
         state = {"keys": keys}
         return GraphedDecoding(self.model, cache, then=then, state=state, on_eager=self.on_eager)
 
-    def _scores(
-        self,
-        tokens: Tensor,
-        cache: KVCache,
-        encoded: Tensor | None,
-        decoding: GraphedDecoding | None,
-    ) -> Tensor:
+    def _scores(self, tokens: Tensor, cache: KVCache, decoding: GraphedDecoding | None) -> Tensor:
         """Return the scores after the last token on every rank, or the result of `decoding`.
 
         Stages pass the activation on by send and recv, and the last stage broadcasts the scores.
         """
-        batch = {"tokens": tokens, "cache": cache, "encoder_tokens": encoded}
+        batch = {"tokens": tokens, "cache": cache}
         run = decoding or self.model
         if self.stages is None:
             return cast("Tensor", run(None, batch))
@@ -184,8 +172,7 @@ class Generator:
         where = {"dtype": self.model.shard.dtype, "device": tokens.device}
         x = None
         if stage > 0:
-            length = tokens.shape[1] + (0 if encoded is None else encoded.shape[1])
-            x = torch.empty(tokens.shape[0], length, self.config.hidden_size, **where)
+            x = torch.empty(*tokens.shape, self.config.hidden_size, **where)
             dist.recv(x, group=self.stages, group_src=stage - 1)
         y = cast("Tensor", run(x, batch)).contiguous()
         if stage < last:

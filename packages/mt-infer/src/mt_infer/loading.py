@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,12 +25,14 @@ from mt_ckpt import (
 )
 from mt_files import UserError
 from mt_hf import (
+    ImagePreprocessing,
     Pretrained,
     find_folder,
     from_pretrained,
     is_hub_id,
     open_pretrained,
     read_end_tokens,
+    read_image_preprocessing,
 )
 from mt_model import (
     DTYPES,
@@ -44,6 +47,7 @@ from mt_model import (
 from mt_parallel_state import ParallelState
 from mt_schedule import split_layers
 from mt_tokenizer import Tokenizer, TokenizerError, load_tokenizer
+from torch import Tensor
 
 from mt_infer.generation import Generator
 
@@ -90,6 +94,27 @@ class Run:
                 f"{self.folder} has no tokenizer; put its tokenizer.json or tokenizer.model there"
             )
         return self.own_tokenizer
+
+    def pixels(self, image: Any) -> Tensor:
+        """Return the pixel values that the model takes for an image, a path or one of pillow.
+
+        Shape:
+            Returns [C, H, W].
+
+        Raises:
+            RunError: No preprocessor_config.json came with the model.
+        """
+        if self._preprocessing is None:
+            raise RunError(
+                f"{self.folder} has no preprocessor_config.json, which says how images become "
+                "pixel values; put it there, or give pixel values"
+            )
+        return self._preprocessing.pixels(image)
+
+    @cached_property
+    def _preprocessing(self) -> ImagePreprocessing | None:
+        kept = RunFolder(self.folder).hugging_face
+        return read_image_preprocessing(self.folder if self.step is None else kept)
 
 
 @contextmanager

@@ -18,15 +18,17 @@ class PromptError(ValueError):
 def encode_prompt(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
     """Return the tokens of a prompt, in which names of special tokens stand for these tokens.
 
-    An empty one becomes the end-of-document token.
+    An empty one becomes the end-of-document token, which also ends the text of an encoder.
 
     Raises:
-        PromptError: The prompt is not valid text, fills the model's context, or has an image token.
+        PromptError: The prompt is not valid text, or fills the model's context.
     """
     try:
         tokens = tokenizer.encode_prompt(prompt) or [tokenizer.eod_id]
     except TokenizerError as error:
         raise PromptError(f"the prompt is not valid text: {error}") from error
+    if config.encoder_layers and tokens[-1] != tokenizer.eod_id:
+        tokens.append(tokenizer.eod_id)
     check_prompt(tokens, config)
     return tokens
 
@@ -35,32 +37,27 @@ def check_prompt(tokens: Sequence[int], config: ModelConfig) -> None:
     """Refuse tokens that the model can't continue.
 
     Raises:
-        PromptError: There are none, too many, or one that the model doesn't know or can't read.
+        PromptError: There are none, too many, or one that the model doesn't know.
     """
     limit = config.max_sequence_length
+    most = limit if config.encoder_layers else limit - 1
     if not tokens:
         raise PromptError("the prompt has no tokens; give one or more")
-    if len(tokens) >= limit:
+    if len(tokens) > most:
         raise PromptError(
             f"the prompt has {len(tokens)} tokens, the model's context {limit}; "
-            f"shorten it to at most {limit - 1} tokens"
+            f"shorten it to at most {most} tokens"
         )
     check_tokens(tokens, config)
 
 
 def check_tokens(tokens: Sequence[int], config: ModelConfig) -> None:
-    """Refuse tokens that the model doesn't know, or can't read."""
+    """Refuse tokens that the model doesn't know."""
     wrong = next((each for each in tokens if not 0 <= each < config.vocab_size), None)
     if wrong is not None:
         raise PromptError(
             f"the prompt has the token {wrong}, and the model's are 0 to {config.vocab_size - 1}; "
             "use the tokenizer with which it was trained"
-        )
-    if config.images is not None and config.images.token_id in tokens:
-        raise PromptError(
-            f"the prompt has the token {config.images.token_id}, which stands for an image, and "
-            "mt-infer takes text alone; leave it out, or give images to mt_model's "
-            "model.logits(tokens, pixel_values=...)"
         )
 
 

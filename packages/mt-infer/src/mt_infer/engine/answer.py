@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mt_tokenizer import Tokenizer
@@ -156,3 +156,30 @@ class Answer:
 def is_wanted(logprobs: int | None) -> bool:
     """Return whether logprobs are wanted: 0 means the logprobs of the tokens alone."""
     return logprobs is not None and logprobs is not False
+
+
+def all_ended(answers: Sequence[Answer]) -> bool:
+    """Return whether nothing more comes of any."""
+    return all(each.has_ended for each in answers)
+
+
+def any_ready(answers: Sequence[Answer]) -> bool:
+    """Return whether one has news, or all have ended."""
+    return any(each.news for each in answers) or all_ended(answers)
+
+
+def completed(answer: Answer) -> Completion:
+    """Return the whole of an answer that has ended, or raise its error."""
+    if answer.error is not None:
+        raise answer.error
+    assert answer.completion is not None, "it has ended"  # noqa: S101
+    return answer.completion
+
+
+def news_of(answers: Sequence[Answer]) -> Iterator[Delta]:
+    """Yield the deltas that nobody has fetched; raise an answer's error behind its last one."""
+    for answer in answers:
+        while answer.news:
+            yield answer.news.popleft()
+        if answer.error is not None:
+            raise answer.error

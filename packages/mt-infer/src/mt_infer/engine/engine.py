@@ -20,14 +20,15 @@ from torch import Tensor
 
 from mt_infer.completion import Completion, Delta
 from mt_infer.engine.adapters import AdapterNames, AdapterSource, adapter_of_each
-from mt_infer.engine.answer import Answer
-from mt_infer.engine.intake import Intake, Prompts, as_list
+from mt_infer.engine.answer import Answer, all_ended, any_ready, completed, news_of
+from mt_infer.engine.images import Images, Pixels, images_of_each
+from mt_infer.engine.intake import Given, Intake, Prompt, Prompts, as_list
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.weights import WORLD, Weights, loaded_model, obstacle_of
 from mt_infer.loading import Run, open_run, same_run
 from mt_infer.sampling import Sampling
-from mt_infer.text import PromptError, TextStream, check_tokens
+from mt_infer.text import TextStream
 
 
 class Engine:
@@ -74,7 +75,10 @@ class Engine:
             state=state,
         )
         self._weights = Weights(model, self._loop, run, state)
-        self._intake = Intake(model.config, tokenizer, self.ends, vocab_size)
+        preprocess = None if run is None else run.pixels
+        self._intake = Intake(
+            model.config, tokenizer, self.ends, vocab_size=vocab_size, preprocess=preprocess
+        )
         self._lock, self._numbers = threading.RLock(), count()
 
     @classmethod
@@ -140,7 +144,7 @@ class Engine:
         self,
         prompts: Prompts,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
+        images: Images = None,
         adapter: AdapterNames = None,
     ) -> list[Completion]:
         """Continue prompts.
@@ -148,6 +152,8 @@ class Engine:
         Args:
             prompts: A text or a list of tokens, or a list of these.
             sampling: How to choose tokens, for all prompts or for each.
+            images: For each prompt the images that its image tokens stand for, as pixel values
+                [C, H, W]; None for no images.
             adapter: Name of the adapter, for all prompts or for each; None for none.
 
         Returns:
@@ -157,75 +163,82 @@ class Engine:
             PromptError: The model can't continue a prompt.
             LogitsError: The scores of one have NaN, or no finite maximum.
         """
-        with self._submitted(prompts, sampling, adapter) as answers:
-            while not _all_ended(answers):
-                self._advance(lambda: _all_ended(answers))
-            return [_whole(each) for each in answers]
+        with self._submitted(prompts, sampling, images, adapter) as answers:
+            while not all_ended(answers):
+                self._advance(lambda: all_ended(answers))
+            return [completed(each) for each in answers]
 
     def stream(
         self,
         prompts: Prompts,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
+        images: Images = None,
         adapter: AdapterNames = None,
     ) -> Iterator[Delta]:
         """Continue prompts, and yield the deltas as they come; see `generate`."""
-        with self._submitted(prompts, sampling, adapter, streams=True) as answers:
+        with self._submitted(prompts, sampling, images, adapter, streams=True) as answers:
             while True:
-                yield from _news(answers)
-                if _all_ended(answers):
+                yield from news_of(answers)
+                if all_ended(answers):
                     return
-                self._advance(lambda: _is_ready(answers))
+                self._advance(lambda: any_ready(answers))
 
     async def agenerate(
         self,
         prompts: Prompts,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
+        images: Images = None,
         adapter: AdapterNames = None,
     ) -> list[Completion]:
         """Continue prompts beside other calls of the event loop; see `generate`."""
-        with self._submitted(prompts, sampling, adapter) as answers:
-            while not _all_ended(answers):
-                await asyncio.to_thread(self._advance, lambda: _all_ended(answers))
-            return [_whole(each) for each in answers]
+        with self._submitted(prompts, sampling, images, adapter) as answers:
+            while not all_ended(answers):
+                await asyncio.to_thread(self._advance, lambda: all_ended(answers))
+            return [completed(each) for each in answers]
 
     async def astream(
         self,
         prompts: Prompts,
         sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
+        images: Images = None,
         adapter: AdapterNames = None,
     ) -> AsyncIterator[Delta]:
         """Yield the deltas of continuations beside other calls of the event loop."""
-        with self._submitted(prompts, sampling, adapter, streams=True) as answers:
+        with self._submitted(prompts, sampling, images, adapter, streams=True) as answers:
             while True:
-                for delta in _news(answers):
+                for delta in news_of(answers):
                     yield delta
-                if _all_ended(answers):
+                if all_ended(answers):
                     return
-                await asyncio.to_thread(self._advance, lambda: _is_ready(answers))
+                await asyncio.to_thread(self._advance, lambda: any_ready(answers))
 
-    def score(self, tokens: Sequence[int] | Tensor, *, adapter: str | None = None) -> Tensor:
+    def score(
+        self,
+        tokens: Sequence[int] | Tensor,
+        *,
+        prompt: Prompt | None = None,
+        images: Sequence[Pixels] = (),
+        adapter: str | None = None,
+    ) -> Tensor:
         """Return the logprob of each token of a text but the first, by the model's scores.
 
         Args:
             tokens: The text.
+            prompt: What the encoder reads, for a model that has one. The decoder begins with its
+                start, so all tokens have logprobs.
+            images: Images among the tokens.
             adapter: Name of the adapter; None for none.
 
         Shape:
-            tokens: [S]. Returns [S - 1], fp32.
+            tokens: [S]. Returns [S - 1], or [S] behind a prompt; fp32.
         """
-        given = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        check_tokens(given, self.model.config)
-        longest = self.model.config.max_sequence_length
-        if not 1 < len(given) <= longest:
-            raise PromptError(f"{len(given)} tokens have no scores; give 2 to {longest}")
+        whole = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        given = self._intake.text(whole, prompt, images)
         answer = self._new_answer(given, Sampling(max_tokens=0, prompt_logprobs=0), 0, adapter)
         self._loop.arriving.append(answer)
         while not answer.has_ended:
             self._advance(lambda: answer.has_ended)
-        return torch.tensor(_whole(answer).prompt_logprobs)
+        return torch.tensor(completed(answer).prompt_logprobs)
 
     def stats(self) -> dict[str, int]:
         """Return the numbers of blocks and requests now, and of passes and tokens so far."""
@@ -317,6 +330,7 @@ class Engine:
         self,
         prompts: Prompts,
         sampling: Sampling | Sequence[Sampling] | None,
+        images: Images,
         adapter: AdapterNames,
         *,
         streams: bool = False,
@@ -328,12 +342,12 @@ class Engine:
         if len(sampling) != len(given):
             raise ValueError(f"{len(sampling)} samplings for {len(given)} prompts; give one each")
         answers: list[Answer] = []
-        adapters = adapter_of_each(adapter, len(given))
-        for prompt, how, name in zip(given, sampling, adapters, strict=True):
-            tokens = self._intake.tokens(prompt)
+        each = images_of_each(images, len(given)), adapter_of_each(adapter, len(given))
+        for prompt, how, pictures, name in zip(given, sampling, *each, strict=True):
+            begun = self._intake.given(prompt, pictures)
             seed = self._drawn_seed() if how.seed is None else how.seed
             for choice in range(how.n):
-                answer = self._new_answer(tokens, how, seed, name)
+                answer = self._new_answer(begun, how, seed, name)
                 answer.index, answer.choice, answer.streams = len(answers), choice, streams
                 if self.tokenizer is not None and answer.stops is not None:
                     answer.stream = TextStream(self.tokenizer, answer.stops)
@@ -345,10 +359,10 @@ class Engine:
             self._cancel(answers)
 
     def _new_answer(
-        self, tokens: list[int], sampling: Sampling, seed: int, adapter: str | None
+        self, given: Given, sampling: Sampling, seed: int, adapter: str | None
     ) -> Answer:
         self._loop.adapters.number(adapter)
-        answer = self._intake.answer(next(self._numbers), tokens, sampling, seed)
+        answer = self._intake.answer(next(self._numbers), given, sampling, seed)
         answer.adapter = adapter
         self._loop.scheduler.check(answer.request)
         return answer
@@ -375,27 +389,3 @@ class Engine:
         with self._lock:
             if not is_ready():
                 self._loop.step()
-
-
-def _all_ended(answers: Sequence[Answer]) -> bool:
-    return all(each.has_ended for each in answers)
-
-
-def _is_ready(answers: Sequence[Answer]) -> bool:
-    return any(each.news for each in answers) or _all_ended(answers)
-
-
-def _whole(answer: Answer) -> Completion:
-    if answer.error is not None:
-        raise answer.error
-    assert answer.completion is not None, "it has ended"  # noqa: S101
-    return answer.completion
-
-
-def _news(answers: Sequence[Answer]) -> Iterator[Delta]:
-    """Yield the deltas that nobody has fetched; raise an answer's error behind its last one."""
-    for answer in answers:
-        while answer.news:
-            yield answer.news.popleft()
-        if answer.error is not None:
-            raise answer.error

@@ -37,8 +37,8 @@ class Loop:
         state: This rank's place in the layout.
 
     Raises:
-        ValueError: The model is a stage without its place, has an encoder, or can't take guesses
-            back; or ranks share sequences.
+        ValueError: The model is a stage without its place, or can't take guesses back; or ranks
+            share sequences.
     """
 
     def __init__(
@@ -51,11 +51,6 @@ class Loop:
         step: int | None,
         state: ParallelState | None,
     ) -> None:
-        if model.config.encoder_layers:
-            raise ValueError(
-                "an engine serves decoders; load_run serves models with an encoder, one prompt at "
-                "a time"
-            )
         _check_layout(model, state)
         self.runner, self.step_of_weights = Runner(model, options, state), step
         self.adapters = Adapters(model)
@@ -97,12 +92,22 @@ class Loop:
         if not parts:
             return
         wanted = [Wanted.of(part, self._answers[part.request]) for part in parts]
+        for part in parts:
+            self._encode(part.request)
         scores = self.runner.scores(parts, [each.places for each in wanted])
         for each, drawn in zip(
             wanted, choose_next(scores[:, : self._vocab_size], wanted), strict=True
         ):
             self._append(each.part, each.answer, drawn)
         self.counts["passes"] += 1
+
+    def _encode(self, request: Request) -> None:
+        """Let the encoder read a source, unless it has for a request of the same one."""
+        if not request.unread:
+            return
+        if self.scheduler.prefix is None or not self.scheduler.prefix.match_memory(request):
+            self.runner.encode(request)
+        self.scheduler.note_encoded(request)
 
     def forget(self, step: int | None) -> None:
         """Compute running requests again, with other weights.

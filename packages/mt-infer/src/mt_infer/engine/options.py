@@ -18,7 +18,8 @@ class EngineOptions:
 
     Attributes:
         blocks: Number of blocks of keys and values; None has room for 2,048 tokens of each of
-            `max_batch` requests, or for one that fills the model's context.
+            `max_batch` requests, or for one that fills the model's context; an encoder has twice
+            as many.
         block_size: Number of tokens of a block.
         max_batch: Largest number of requests in a pass.
         max_batch_tokens: Largest number of tokens in a pass; a longer prompt takes several, beside
@@ -56,4 +57,4 @@ class EngineOptions:
             return self.blocks
         longest = config.max_sequence_length
         tokens = max(longest, self.max_batch * min(longest, _USUAL_TOKENS))
-        return -(-tokens // self.block_size)
+        return -(-tokens // self.block_size) * (2 if config.encoder_layers else 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -12,22 +11,23 @@ from mt_infer.engine.blocks import BlockPool
 from mt_infer.engine.request import Request
 
 
-def salt_of(
-    *, version: int, adapter: int = 0, images: Iterable[bytes] = (), caller: str = ""
-) -> bytes:
+def salt_of(*, version: int, adapter: int = 0, caller: str = "") -> bytes:
     """Return the start of a chain of keys.
 
     Args:
         version: Version of the weights.
         adapter: Number of the adapter, which no other one has had; 0 for none.
-        images: Digests of the images, in their order.
         caller: Whom the blocks belong to; nobody else finds them.
     """
-    return hashlib.sha256(repr((version, adapter, tuple(images), caller)).encode()).digest()
+    return hashlib.sha256(repr((version, adapter, caller)).encode()).digest()
 
 
 def extend_keys(request: Request, full: int, block_size: int) -> None:
-    """Make a request's keys up to a number of blocks: SHA-256 of the key before and the tokens."""
+    """Make a request's keys up to a number of blocks.
+
+    A key is the SHA-256 of the key before, the block's tokens, and the digests of the images that
+    begin in it. The first key goes on from the salt and the encoder's tokens.
+    """
     keys, known = request.keys, len(request.keys)
     if known >= full:
         return
@@ -35,9 +35,16 @@ def extend_keys(request: Request, full: int, block_size: int) -> None:
         request.tokens[known * block_size : full * block_size], dtype="<i8"
     ).tobytes()
     edges = range(0, len(codes) + 1, 8 * block_size)
-    for start, end in pairwise(edges):
-        before = keys[-1] if keys else request.salt
-        keys.append(hashlib.sha256(before + codes[start:end]).digest())
+    for block, (start, end) in enumerate(pairwise(edges), known):
+        first, last = block * block_size, (block + 1) * block_size
+        images = b"".join(each.digest for each in request.images if first <= each.start < last)
+        before = keys[-1] if keys else _root(request)
+        keys.append(hashlib.sha256(before + codes[start:end] + images).digest())
+
+
+def _root(request: Request) -> bytes:
+    source = np.asarray(request.source, dtype="<i8").tobytes()
+    return hashlib.sha256(request.salt + b"source" + source).digest() if source else request.salt
 
 
 class PrefixCache:
@@ -80,3 +87,22 @@ class PrefixCache:
         for place in range(first, full):
             block = self._pool.publish(request.table[place], request.keys[place])
             request.table[place] = block
+
+    def match_memory(self, request: Request) -> list[int]:
+        """Return the blocks of what an encoder made of the same source, if all are there."""
+        found = [self._pool.find(key) for key in self._memory_keys(request)]
+        return [block for block in found if block is not None] if None not in found else []
+
+    def note_memory(self, request: Request) -> None:
+        """Publish the filled blocks of a request's memory."""
+        keys = self._memory_keys(request)
+        request.memory = [
+            self._pool.publish(block, key) for block, key in zip(request.memory, keys, strict=True)
+        ]
+
+    def _memory_keys(self, request: Request) -> list[bytes]:
+        if not request.source:
+            return []
+        root, blocks = _root(request), -(-len(request.source) // self._block_size)
+        names = (b"memory" + block.to_bytes(8, "little") for block in range(blocks))
+        return [hashlib.sha256(root + name).digest() for name in names]

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Image:
+    """An image among the tokens of a request.
+
+    Attributes:
+        start: Place of its first token.
+        end: Place behind its last token.
+        digest: Hash of its pixels.
+        pixels: Its pixel values.
+    """
+
+    start: int
+    end: int
+    digest: bytes
+    pixels: Any
 
 
 @dataclass(eq=False, kw_only=True)
@@ -12,8 +30,11 @@ class Request:
 
     Attributes:
         number: Order of arrival; the lower, the earlier served.
-        tokens: The prompt's tokens, then the chosen ones.
+        tokens: The prompt's tokens, then the chosen ones. With an encoder they begin with the
+            decoder's start, and the prompt's are `source`.
         limit: Largest number of tokens, including the prompt's.
+        source: Tokens for the encoder.
+        images: Images among its tokens, in order.
         salt: Key of what else the cached blocks depend on.
         priority: Requests of a higher priority are served first.
         deadline: Time at which it ends whatever it has, on the engine's clock.
@@ -22,6 +43,8 @@ class Request:
         adapter: Number of its adapter; 0 for none.
         held: Number of tokens whose keys and values are in its blocks.
         table: Its blocks, in the order of its tokens.
+        memory: Blocks of what the decoder attends to of the source.
+        is_encoded: Whether they are filled.
         state: Its row of the recurrent layers' states; None while it waits.
         keys: Keys of its full blocks, as far as they were needed.
         end: Reason for its end; None while it goes on.
@@ -30,6 +53,8 @@ class Request:
     number: int
     tokens: list[int]
     limit: int
+    source: tuple[int, ...] = ()
+    images: tuple[Image, ...] = ()
     salt: bytes = b""
     priority: int = 0
     deadline: float = inf
@@ -37,6 +62,8 @@ class Request:
     adapter: int = 0
     held: int = 0
     table: list[int] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+    is_encoded: bool = False
     state: int | None = None
     keys: list[bytes] = field(default_factory=list)
     end: str | None = None
@@ -50,6 +77,23 @@ class Request:
     def pending(self) -> int:
         """Number of tokens that a pass has not seen; one is a step of decoding."""
         return len(self.tokens) - self.held
+
+    @property
+    def unread(self) -> int:
+        """Number of tokens that the encoder has not read."""
+        return 0 if self.is_encoded else len(self.source)
+
+    @property
+    def piece(self) -> int:
+        """Number of next tokens that no chunk cuts: one, or the rest of an image."""
+        held = self.held
+        return next((each.end - held for each in self.images if each.start <= held < each.end), 1)
+
+    def uncut(self, count: int) -> int:
+        """Return the largest number of next tokens, up to a count, that cuts no image."""
+        end = self.held + count
+        cut = (each.start for each in self.images if each.start < end < each.end)
+        return next(cut, end) - self.held
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from mt_model import GPT, Slots
+from mt_model import GPT, EncoderDecoder, Pages, Slots
 from mt_parallel_state import ParallelState
 from mt_pipeline import Executor, TensorSpec
 from mt_schedule import make_schedule
 from torch import Tensor
 
 from mt_infer.engine.options import EngineOptions
-from mt_infer.engine.request import Part
+from mt_infer.engine.request import Part, Request
 
 
 class Runner:
@@ -54,6 +55,17 @@ class Runner:
         """Free the pages."""
         self._pages = None
 
+    @property
+    def pages(self) -> Pages:
+        """The pages.
+
+        Raises:
+            RuntimeError: The engine sleeps.
+        """
+        if self._pages is None:
+            raise RuntimeError("the engine sleeps; call wake() before it serves requests")
+        return self._pages
+
     def restarts(self, held: int, length: int) -> bool:
         """Return whether held keys don't serve a longer text, as longrope's factors change."""
         return self.model.config.cache_break(held, length) is not None
@@ -67,22 +79,57 @@ class Runner:
 
         Shape:
             Returns [number of places, vocab], with the vocabulary's padding.
-
-        Raises:
-            RuntimeError: The engine sleeps.
         """
-        if self._pages is None:
-            raise RuntimeError("the engine sleeps; call wake() before it serves requests")
         tokens, slots = slots_of(parts, places, self._options.block_size, self.device)
-        batch = {"tokens": tokens, "cache": self._pages, "slots": slots}
-        if self._stages is None:
-            return cast("Tensor", self.model(None, batch))[0]
-        return self._stages.infer([batch], output=self._scored)[0][0]
+        batch = {"tokens": tokens, "cache": self.pages, "slots": slots}
+        batch |= self._image_embeddings(tokens, parts)
+        return self._run(batch, slots.scored.shape[0], self.model.config.vocab_size)[0]
 
-    def _scored(self, batch: Mapping[str, Any]) -> TensorSpec:
-        """Return what the last stage gives to all ranks."""
-        shape = 1, len(batch["slots"].scored), self.model.config.vocab_size
-        return TensorSpec(shape, self.model.shard.dtype)
+    def _run(self, batch: Mapping[str, Any], length: int, width: int) -> Tensor:
+        """Run all stages, and return what the last one gives, [1, length, width]."""
+        if self._stages is None:
+            return _stage(self.model, None, batch)
+        spec = TensorSpec((1, length, width), self.model.shard.dtype)
+        return self._stages.infer([batch], output=lambda batch: spec)[0]
+
+    def encode(self, request: Request) -> None:
+        """Let the encoder read a request's source, and fill the blocks of its memory."""
+        size, length = self._options.block_size, len(request.source)
+        places = np.arange(length)
+        places = np.array(request.memory)[places // size] * size + places % size
+        source, where = (
+            torch.as_tensor(np.asarray(x, dtype=np.int64)).to(self.device)
+            for x in (request.source, places)
+        )
+        batch = {"tokens": source[None], "cache": self.pages, "places": where}
+        self._run(batch, length + 1, self.model.config.hidden_size)
+
+    def _image_embeddings(self, tokens: Tensor, parts: Sequence[Part]) -> dict[str, Tensor]:
+        """Return the embeddings of a pass with images; each image's features are made alone."""
+        embeddings, made, start = None, dict[bytes, Tensor](), 0
+        for part in parts:
+            held = part.request.held
+            for image in part.request.images:
+                first, last = max(image.start, held), min(image.end, held + part.count)
+                if first >= last or self.model.images is None:
+                    continue
+                if embeddings is None:
+                    embeddings = self.model.embedding(tokens)
+                if image.digest not in made:
+                    pixels = image.pixels.to(self.device, embeddings.dtype)
+                    made[image.digest] = self.model.images.features(pixels[None])[0]
+                features = made[image.digest][first - image.start : last - image.start]
+                embeddings[0, start + first - held : start + last - held] = features
+            start += len(part.fed)
+        return {} if embeddings is None else {"embeddings": embeddings}
+
+
+def _stage(model: GPT, x: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
+    """Run a stage in a pass, or its part of the encoder."""
+    if "places" in batch:
+        how = batch["tokens"], batch["cache"], batch["places"], x
+        return cast("EncoderDecoder", model).encode(*how)
+    return cast("Tensor", model(x, batch))
 
 
 def _stages_of(model: GPT, state: ParallelState) -> Executor[Mapping[str, Any]] | None:
@@ -91,13 +138,16 @@ def _stages_of(model: GPT, state: ParallelState) -> Executor[Mapping[str, Any]] 
     if group is None:
         return None
     schedule = make_schedule("1f1b", stages=dist.get_world_size(group), microbatches=1)
+
+    def activation(batch: Mapping[str, Any]) -> TensorSpec:
+        length = batch["tokens"].shape[1] + ("places" in batch)  # with a token of the decoder
+        return TensorSpec((1, length, model.config.hidden_size), model.shard.dtype)
+
     return Executor(
         schedule,
-        model,
+        partial(_stage, model),
         group=group,
-        activation=lambda batch: TensorSpec(
-            (*batch["tokens"].shape, model.config.hidden_size), model.shard.dtype
-        ),
+        activation=activation,
         device=state.device,
         # Ranks of other pipelines would wait for the layers that a failed one skips.
         stop_at_failure=state.layout.world_size > state.size("pp"),
@@ -133,6 +183,12 @@ def slots_of(
         "scored": scored,
         "adapters": [request.adapter for request in requests],
     }
+    if requests[0].source:
+        memories = np.zeros((len(parts), max(len(each.memory) for each in requests)), np.int64)
+        for row, request in enumerate(requests):
+            memories[row, : len(request.memory)] = request.memory
+        given["memory_tables"] = memories
+        given["memory_lengths"] = [len(each.source) for each in requests]
     row, *rest = (
         torch.from_numpy(np.asarray(x, dtype=np.int64)).to(device)
         for x in (np.concatenate(fed), *given.values())

@@ -67,7 +67,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise ValueError if a request alone needs more blocks than there are."""
-        needed = self._blocks(request.limit - 1)
+        needed = self._blocks(request.limit - 1) + self._blocks(len(request.source))
         if needed > self.pool.size:
             raise ValueError(
                 f"a request of up to {request.limit} tokens needs {needed} blocks of "
@@ -107,7 +107,8 @@ class Scheduler:
         running = sorted(self.running, key=lambda each: each.rank)
         steps: set[Request] = set()
         for request in running:
-            if request.pending == 1 and len(steps) < self.max_batch_tokens:
+            is_step = request.pending == 1 and not request.unread
+            if is_step and len(steps) < self.max_batch_tokens:
                 steps |= {request} if self._grow(request, steps) else set()
         budget = self.max_batch_tokens - len(steps)
         parts: list[Part] = []
@@ -116,16 +117,23 @@ class Scheduler:
             parts.append(Part(request=request, count=1, drafts=drafts))
             budget -= len(drafts)
         prompts = (each for each in running if each not in steps)
+        chunks: list[Part] = []
         for request in chain(prompts, self._admitted()):
             # One that was evicted above has no state; one that found no block waits for one.
             if request.state is None or self._lacks(request):
                 continue
-            count = self._chunk(request, budget)
+            count = self._chunk(request, budget, is_first=not chunks)
             if not count:
                 break
-            parts.append(Part(request=request, count=count))
-            budget = max(0, budget - count)
-        return parts
+            chunks.append(Part(request=request, count=count))
+            budget = max(0, budget - request.unread - count)
+        return parts + chunks
+
+    def note_encoded(self, request: Request) -> None:
+        """Record that the blocks of a request's memory are filled."""
+        request.is_encoded = True
+        if self.prefix is not None:
+            self.prefix.note_memory(request)
 
     def note(self, part: Part, chosen: list[int]) -> None:
         """Record a pass of a part.
@@ -146,17 +154,24 @@ class Scheduler:
 
     def _needs(self, request: Request) -> int:
         """Return how many blocks a waiting request needs to be admitted."""
-        return self._blocks(request.limit - 1 if self._by_length else len(request.tokens))
+        tokens = request.limit - 1 if self._by_length else len(request.tokens)
+        return self._blocks(tokens) + self._blocks(len(request.source))
 
     def _lacks(self, request: Request) -> int:
         """Return how many blocks a running request's tokens lack."""
         return max(0, self._blocks(len(request.tokens)) - len(request.table))
 
-    def _chunk(self, request: Request, budget: int) -> int:
-        if not self._by_length:
-            return min(request.pending, budget)
-        fits = request.pending <= budget or budget == self.max_batch_tokens
-        return request.pending if fits else 0
+    def _chunk(self, request: Request, budget: int, *, is_first: bool) -> int:
+        """Return how many tokens of a prompt go into a pass beside what its encoder reads.
+
+        The first chunk of a pass may exceed the budget by what can't be cut: a source, an image,
+        or a prompt whose keys depend on its length.
+        """
+        room = budget - request.unread
+        least = request.pending if self._by_length else request.piece
+        if room < least:
+            return least if is_first and budget else 0
+        return request.uncut(min(request.pending, room))
 
     def _grow(self, request: Request, planned: set[Request]) -> bool:
         """Give a request the block of its last token; evict later requests."""
@@ -189,13 +204,17 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
             matched = self.prefix.match(request) if self.prefix is not None else []
-            needed = self._needs(request) - len(matched)
-            idle = sum(self.pool.is_idle(block) for block in matched)
+            memory = self.prefix.match_memory(request) if self.prefix is not None else []
+            needed = self._needs(request) - len(matched) - len(memory)
+            idle = sum(self.pool.is_idle(block) for block in matched + memory)
             if needed > self.pool.free_blocks - idle:
                 return
             del self.waiting[0]
-            self.pool.share(matched)
-            request.table = matched + self.pool.take(needed)
+            self.pool.share(matched + memory)
+            taken = self.pool.take(needed)
+            request.is_encoded = bool(memory)
+            request.memory = memory or taken[: self._blocks(len(request.source))]
+            request.table = matched + (taken if memory else taken[len(request.memory) :])
             request.held = len(matched) * self.block_size
             request.state = self._states.pop()
             self.running.append(request)
@@ -210,7 +229,9 @@ class Scheduler:
         first = self.waiting[0]
         lower = [each for each in self.running if each.priority < first.priority]
         needed = self._needs(first)
-        own = sum(self.pool.references(block) == 1 for each in lower for block in each.table)
+        own = sum(
+            self.pool.references(block) == 1 for each in lower for block in each.table + each.memory
+        )
         if not lower or needed > self.pool.free_blocks + own:
             return
         lower.sort(key=lambda each: each.rank)
@@ -221,5 +242,7 @@ class Scheduler:
         assert request.state is not None, "only a running request has blocks"  # noqa: S101
         self.running.remove(request)
         self.pool.release(request.table)
+        self.pool.release(request.memory)
         self._states.append(request.state)
         request.table, request.held, request.state = [], 0, None
+        request.memory, request.is_encoded = [], False

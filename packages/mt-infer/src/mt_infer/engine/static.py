@@ -45,7 +45,7 @@ class StaticEngine:
         self._options = EngineOptions() if options is None else options
         self._runner, self._tokenizer = Runner(model, self._options, None), tokenizer
         self._vocab_size = model.config.vocab_size if tokenizer is None else tokenizer.vocab_size
-        self._intake = Intake(model.config, tokenizer, frozenset(ends), self._vocab_size)
+        self._intake = Intake(model.config, tokenizer, frozenset(ends), vocab_size=self._vocab_size)
 
     @torch.inference_mode()
     def generate(
@@ -57,6 +57,9 @@ class StaticEngine:
             ValueError: They are more than fit at once.
         """
         answers = self._answers(prompts, sampling)
+        for each in answers:
+            if each.request.source:
+                self._runner.encode(each.request)
         running = answers
         while running:
             parts = [Part(request=each.request, count=each.request.pending) for each in running]
@@ -86,14 +89,16 @@ class StaticEngine:
         answers: list[Answer] = []
         free = 0
         for prompt, how in zip(given, sampling, strict=True):
-            tokens = self._intake.tokens(prompt)
+            begun = self._intake.given(prompt)
             seed = secrets.randbits(32) if how.seed is None else how.seed
             for choice in range(how.n):
-                answer = self._intake.answer(len(answers), tokens, how, seed)
+                answer = self._intake.answer(len(answers), begun, how, seed)
                 answer.choice, request = choice, answer.request
-                needed = -(-(request.limit - 1) // self._options.block_size)
+                lengths = request.limit - 1, len(request.source)
+                needed, more = (-(-length // self._options.block_size) for length in lengths)
                 request.state, request.table = len(answers), list(range(free, free + needed))
-                free += needed
+                request.memory = list(range(free + needed, free + needed + more))
+                free += needed + more
                 answers.append(answer)
         self._check(len(answers), free)
         return answers

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mt_model.attend.slots import Slots
 from mt_model.language.decoder import GPT
+from mt_model.language.encoder_decoder import EncoderDecoder
 from mt_model.stack.batch import Batch
 
 _PIECES = (13, 1, 1, 3, 1, 14)  # tokens of each pass
@@ -26,32 +27,36 @@ def invariance_obstacle(model: GPT) -> str | None:
     """
     if not model.shard.kernels.is_invariant:
         return "the model was not built with Kernels(attention='invariant')"
-    if model.config.encoder_layers:
-        return "only a decoder can be probed"
+    if model.config.encoder_layers and not (model.has_embedding and model.has_head):
+        return "a stage of a model with an encoder can't be probed"
     length = min(sum(_PIECES), model.config.max_sequence_length)
     if model.config.cache_break(1, length) is not None:
         return "its rotary embedding is another one for a longer text"
     device = model.shard.device
     text = torch.arange(length, device=device)[None] * 7919 % model.config.vocab_size
+    pages, start = model.new_pages(blocks=2, block_size=64, states=1), 0
+    one = torch.ones(1, dtype=torch.int64, device=device)
     x = None if model.has_embedding else _features(model, length)
-    whole, pages = (
-        _run(model, x, {"tokens": text}),
-        model.new_pages(blocks=1, block_size=64, states=1),
-    )
-    start = 0
+    memory: dict[str, Tensor] = {}
+    if isinstance(model, EncoderDecoder):
+        whole = model.logits(text, encoder_tokens=text)[0]
+        model.encode(text, pages, 64 + torch.arange(length, device=device))
+        memory = {"memory_tables": one[None], "memory_lengths": one * length}
+    else:
+        whole = _run(model, x, {"tokens": text})
     for count in _PIECES:
         own = torch.arange(length, device=device)[start : start + count]
         if not len(own):
             break
-        one = torch.zeros(1, dtype=torch.int64, device=device)
         slots = Slots(
             starts=torch.tensor([0, len(own)], device=device),
             positions=own,
             places=own,
-            tables=one[None],
+            tables=one[None] - 1,
             lengths=own[-1:] + 1,
-            states=one,
+            states=one - 1,
             scored=own - start,
+            **memory,
         )
         batch = {"tokens": text[:, own], "cache": pages, "slots": slots}
         found = _run(model, None if x is None else x[:, own], batch)

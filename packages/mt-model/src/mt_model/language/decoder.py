@@ -319,10 +319,6 @@ class GPT(Stack["ModelConfig"]):
 
     def _without_dropout(self, batch: Batch, what: str) -> Tensor:
         """Return the last layer's output of the whole model, for the calling method."""
-        return self.run_layers(*self._begin_without_dropout(batch, what))[0]
-
-    def _begin_without_dropout(self, batch: Batch, what: str) -> tuple[Tensor, ForwardContext]:
-        """Return what enters the layers of the whole model, for the calling method."""
         if not (self.has_embedding and self.has_head):
             raise ValueError(
                 f"{what} needs the whole model, and this stage holds layers "
@@ -330,12 +326,18 @@ class GPT(Stack["ModelConfig"]):
                 f"{self.config.num_layers}. Build it with pp=1, or call the stages in turn with "
                 "a batch of tokens and each its own cache"
             )
+        return self.run_layers(*self._begin_without_dropout(None, batch, what))[0]
+
+    def _begin_without_dropout(
+        self, x: Tensor | None, batch: Batch, what: str
+    ) -> tuple[Tensor, ForwardContext]:
+        """Return what enters the stage's layers, for the calling method."""
         check_batch(batch)
         self._check_whole_sequences(what)
         was_training = self.training
         self.training = False  # of this module alone: it says whether a pass drops anything
         try:
-            x, shared = self.begin(None, batch)
+            x, shared = self.begin(x, batch)
         finally:
             self.training = was_training
         return x, replace(shared, plain=True)

@@ -191,35 +191,45 @@ class EncoderDecoder(GPT):
         return self._score(batch)
 
     @torch.no_grad()
-    def encode(self, tokens: Tensor, pages: Pages, places: Tensor) -> None:
+    def encode(
+        self, tokens: Tensor, pages: Pages, places: Tensor, x: Tensor | None = None
+    ) -> Tensor:
         """Run the encoder on a text, and put what the decoder attends to in pages.
+
+        Stages are called in turn, each with the activation that the one before returned.
 
         Args:
             tokens: Tokens of the text.
-            pages: Pages of this model.
+            pages: Pages of this stage.
             places: Place of each token: block * block_size + offset.
+            x: Activation of the stage before; None on the first.
+
+        Returns:
+            The activation for the next stage.
 
         Shape:
-            tokens: [1, E]; places: [E].
+            tokens: [1, E]; places: [E]; x: [1, E + 1, hidden]. Returns the same.
 
         Raises:
-            ValueError: The model is one of several stages, or shares sequences.
+            ValueError: Ranks share the text's tokens.
         """
         batch = {"encoder_tokens": tokens, "tokens": tokens[:, :1]}
-        x, shared = self._begin_without_dropout(batch, "encode()")
+        x, shared = self._begin_without_dropout(x, batch, "encode()")
         stream: Any = x
         for step in self._steps(lambda layer: [layer]):
             stream, _ = step(stream, shared)
-            if stream.memory is not None:
+            if isinstance(stream, Streams) and stream.memory is not None:
                 break
-        memory = cast("Tensor", stream.memory)
+        if not isinstance(stream, Streams):  # of a stage without a decoder's layer
+            return cast("Tensor", stream)
         block = places.div(pages.block_size, rounding_mode="floor")
         where = block, places - block * pages.block_size
         for layer in self.stage_layers():
             if isinstance(layer.mixer, CrossAttention):
-                key, value = layer.mixer.project_memory(memory)
+                key, value = layer.mixer.project_memory(cast("Tensor", stream.memory))
                 pages.write(layer.index, "key", key, *where)
                 pages.write(layer.index, "value", value, *where)
+        return torch.cat((stream.encoder, stream.decoder), 1)
 
     def _builds(self, config: ModelConfig) -> bool:
         return config.encoder_layers > 0
