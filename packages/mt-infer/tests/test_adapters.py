@@ -6,6 +6,7 @@ import json
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,8 +64,8 @@ def merged(tensors: dict[str, Tensor]) -> GPT:
     return made
 
 
-def engine(made: GPT | None = None, **options: int) -> Engine:
-    sizes = {"blocks": 80, "block_size": 4, **options}
+def engine(made: GPT | None = None, **options: Any) -> Engine:
+    sizes: dict[str, Any] = {"blocks": 80, "block_size": 4, **options}
     return Engine(made or model(), options=EngineOptions(**sizes))
 
 
@@ -80,11 +81,13 @@ def whole(found: list[Completion]) -> list[tuple[list[int], list[float] | None]]
 def test_eight_adapters_in_a_batch_are_merged_models_and_themselves_alone_in_every_bit(
     dtype,
 ) -> None:
-    made, lone = engine(model(dtype=dtype), max_batch_tokens=24), engine(model(dtype=dtype))
+    busy = {"max_batch_tokens": 24, "blocks": 28, "speculate": "ngram"}
+    made, lone = engine(model(dtype=dtype), **busy), engine(model(dtype=dtype))
     for name, rank in zip(NAMES, RANKS, strict=True):
         made.load_adapter(name, adapter(rank))
     together = made.generate(PROMPTS, asked(), adapter=[*NAMES, None])
     assert made.stats()["adapters"] == 8
+    assert made.stats()["evictions"] > 0
     for index, (name, rank) in enumerate(zip(NAMES, RANKS, strict=True)):
         lone.load_adapter(name, adapter(rank))
         alone = lone.generate(PROMPTS[index], asked()[index], adapter=name)
