@@ -195,6 +195,7 @@ def test_padding_is_never_chosen_and_no_list_may_name_it() -> None:
         ({"json_schema": '{"type": '}, "json_schema.*JSON"),
         ({"json_schema": {"enum": {1, 2}}}, "json_schema.*JSON"),
         ({"json_schema": {"not": {}}}, "json_schema.*not"),
+        ({"json_schema": {"anyOf": [{"$ref": "#"}]}}, "json_schema.*leads on"),
         ({"regex": "("}, "regex.*unclosed"),
         ({"regex": "\udcff"}, "regex.*read"),
         ({"grammar": "start: word"}, "grammar.*word"),

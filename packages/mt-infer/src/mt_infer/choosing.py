@@ -31,8 +31,8 @@ def no_token_error(position: int, problem: str = "") -> LogitsError:
     """
     if problem:
         return LogitsError(
-            f"the grammar gave up at token {position} of the text (the prompt's included): "
-            f"{problem}; use a simpler one"
+            f"the grammar has no token {position} of the text (the prompt's included): {problem}; "
+            "use another grammar, or allow more tokens"
         )
     return LogitsError(
         f"the model's scores for token {position} of the text (the prompt's included) have NaN or "

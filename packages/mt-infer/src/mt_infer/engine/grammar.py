@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _COMPILED = 16  # as many grammars are kept for further requests
 _REASON = 300
+_NO_WAY = "no token of the model leads on"
 
 
 class Grammar:
@@ -64,8 +65,9 @@ class Grammar:
 
     @property
     def problem(self) -> str:
-        """Why the matcher gave up, for example at one of its limits; empty if it did not."""
-        return _in_one_line(self._matcher.get_error())
+        """Why no token may follow, for example at a limit of the matcher; empty if one may."""
+        found = _in_one_line(self._matcher.get_error())
+        return _NO_WAY if found.startswith("NoExtension") else found
 
     def _go_to(self, tokens: Sequence[int]) -> None:
         tokens, read = list(tokens), self._read
@@ -108,7 +110,7 @@ class Grammars:
         matcher = self._known(field, _source(field, getattr(sampling, field))).deep_copy()
         grammar = Grammar(matcher, self._tokenizer.vocab_size, ends)
         if not grammar.allowed([]).any():
-            raise ValueError(f"{field}: no token of the model can begin it; use another one")
+            raise ValueError(f"{field}: {grammar.problem or _NO_WAY}; use another one")
         return grammar
 
     def _compiled(self, field: str, source: str) -> LLMatcher:
