@@ -10,6 +10,9 @@ from mt_tokenizer.error import TokenizerError as TokenizerError
 from mt_tokenizer.error import TokenizerFileError as TokenizerFileError
 
 if TYPE_CHECKING:
+    from mt_tokenizer.chat import ChatError as ChatError
+    from mt_tokenizer.chat import ChatLimits as ChatLimits
+    from mt_tokenizer.chat import ChatTemplate as ChatTemplate
     from mt_tokenizer.encoder import Encoder as Encoder
     from mt_tokenizer.tokenizer import Tokenizer as Tokenizer
     from mt_tokenizer.tokenizer import check_text as check_text

@@ -54,10 +54,10 @@ class JsonEngine:
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text with special tokens."""
+    def encode_prompt(self, text: str, *, add: bool = True) -> list[int]:
+        """Return the ids of a text with special tokens, and with those that are added to a text."""
         with _reported("the tokenizer cannot encode this text"):
-            return self._for_prompts.encode(text, add_special_tokens=True).ids
+            return self._for_prompts.encode(text, add_special_tokens=add).ids
 
     @cached_property
     def _for_prompts(self) -> Any:
@@ -119,8 +119,8 @@ class ModelEngine:
         with _reported("the tokenizer cannot encode this text"):
             return self._inner.encode(list(texts), out_type=int)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a text with special tokens."""
+    def encode_prompt(self, text: str, *, add: bool = True) -> list[int]:
+        """Return the ids of a text with special tokens; sentencepiece adds none."""
         names = sorted(self.special_tokens, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
         ids: list[int] = []

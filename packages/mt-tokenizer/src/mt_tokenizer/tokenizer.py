@@ -119,6 +119,14 @@ class Tokenizer:
         check_text(text, 0)
         return self._engine.encode_prompt(text)
 
+    def encode_chat(self, text: str) -> list[int]:
+        """Return the ids of what `ChatTemplate.render` wrote.
+
+        Like `encode_prompt`, but the template has written all special tokens, so none is added.
+        """
+        check_text(text, 0)
+        return self._engine.encode_prompt(text, add=False)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, encoded on all cores.
 

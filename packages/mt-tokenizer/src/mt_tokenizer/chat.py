@@ -1,0 +1,197 @@
+"""Chat templates: messages to the text that a model was trained to continue."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from mt_files import Checks, read_json, read_text, require
+
+from mt_tokenizer.error import TokenizerError
+
+_MOST_BYTES = 1 << 22
+_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_ENDED = 2.0  # seconds
+
+
+class ChatError(TokenizerError):
+    """A chat template does not render messages; the message has its reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatLimits:
+    """What a chat template may use for a text.
+
+    Attributes:
+        cpu_seconds: Seconds of a processor.
+        memory_bytes: Memory of its process, of which Python takes about 50 MB.
+        characters: Length of the text.
+    """
+
+    cpu_seconds: int = 2
+    memory_bytes: int = 1 << 29
+    characters: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "cpu_seconds", "memory_bytes", "characters")
+        checks.done()
+
+
+class ChatTemplate:
+    """A model's chat template, rendered by a sandbox in a process of its own with limits.
+
+    The template is code from the model's folder. It is run by Jinja's immutable sandbox, in a
+    process that is killed and started again if it takes too long.
+
+    Args:
+        source: The Jinja template.
+        tokens: Special tokens that it may name, such as `bos_token`.
+        limits: What it may use for a text.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokens: Mapping[str, str] | None = None,
+        *,
+        limits: ChatLimits | None = None,
+    ) -> None:
+        require("jinja2", "rendering a chat template")
+        self.source, self.tokens = source, dict(tokens or {})
+        self._limits = limits or ChatLimits()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_folder(cls, folder: Path | str, *, limits: ChatLimits | None = None) -> ChatTemplate:
+        """Read the template of a folder of Hugging Face.
+
+        It is in `chat_template.jinja`, or in `tokenizer_config.json`, where a list of templates has
+        one named `default`.
+
+        Raises:
+            ChatError: The folder has none.
+            FileError: A file can't be read.
+        """
+        folder = Path(folder)
+        path, config = folder / "tokenizer_config.json", {}
+        if path.exists():
+            config = read_json(path, limit=1 << 26)
+        if not isinstance(config, dict):
+            raise ChatError(f"{path} is no mapping of fields; restore it")
+        source = config.get("chat_template")
+        if isinstance(source, list):
+            named = (each for each in source if isinstance(each, dict))
+            source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+        if (folder / "chat_template.jinja").exists():
+            source = read_text(folder / "chat_template.jinja", limit=_MOST_BYTES)
+        if not isinstance(source, str):
+            raise ChatError(
+                f"{folder} has no chat template, neither as chat_template.jinja nor in "
+                "tokenizer_config.json; its model continues texts, so give it a prompt"
+            )
+        given = {name: config.get(name) for name in _TOKENS}
+        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in given.items()}
+        tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+        return cls(source, tokens, limits=limits)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """Return the text of a conversation, for `Tokenizer.encode_chat`.
+
+        Args:
+            messages: Mappings with `role`, `content` and what else the template reads.
+            tools: JSON schemas of functions that the model may call.
+            add_generation_prompt: Whether the text ends where the assistant begins to speak.
+            variables: Further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            ChatError: The template refuses the messages, is wrong, or goes beyond its limits.
+        """
+        given = {
+            **self.tokens,
+            **variables,
+            "messages": list(messages),
+            "tools": None if tools is None else list(tools),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        with self._lock:
+            answer = self._ask(given)
+        if "error" in answer:
+            raise ChatError(f"the chat template can't render these messages: {answer['error']}")
+        return answer["text"]
+
+    def close(self) -> None:
+        """End the process; the next `render` starts another."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):
+                cast("BinaryIO", pipe).close()
+        process.wait(_ENDED)
+
+    def __enter__(self) -> ChatTemplate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, variables: Mapping[str, Any]) -> dict[str, Any]:
+        """Send variables to the process, and return its answer."""
+        from mt_tokenizer.rendering import receive, send
+
+        limits = self._limits
+        timer = threading.Timer(10 * limits.cpu_seconds, self._kill)
+        timer.start()
+        try:
+            if self._process is None:
+                self._start()
+            process = cast("subprocess.Popen[bytes]", self._process)
+            send(cast("BinaryIO", process.stdin), variables)
+            return receive(cast("BinaryIO", process.stdout))
+        except (TypeError, ValueError) as error:
+            return {"error": f"they are no JSON values ({error})"}
+        except (EOFError, OSError):
+            self.close()
+            return {
+                "error": f"it took more than {limits.cpu_seconds} s or "
+                f"{limits.memory_bytes >> 20} MiB"
+            }
+        finally:
+            timer.cancel()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
+    def _start(self) -> None:
+        from mt_tokenizer.rendering import receive, send
+
+        # -P: do not import from the working directory.
+        command = [sys.executable, "-P", "-m", "mt_tokenizer.rendering"]
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter and our own module
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        send(
+            cast("BinaryIO", self._process.stdin),
+            {"template": self.source, **asdict(self._limits)},
+        )
+        answer = receive(cast("BinaryIO", self._process.stdout))
+        if "error" in answer:
+            self.close()
+            raise ChatError(f"the chat template is wrong: {answer['error']}")

@@ -1,0 +1,88 @@
+"""Chat templates render in a sandbox, and a hostile one is stopped."""
+
+import json
+import sys
+import time
+
+import pytest
+from mt_tokenizer import ChatError, ChatLimits, ChatTemplate, train_tokenizer
+
+MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi <b>é</b>"}]
+CHATML = """{{ bos_token }}{% for message in messages %}
+    {%- if loop.index > 9 %}{% break %}{% endif %}
+<|im_start|>{{ message.role }}
+{% generation %}{{ message['content'] | trim }}{% endgeneration %}<|im_end|>
+{% endfor %}
+{% if tools %}{{ tools | tojson }}{% endif %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_conversation_is_rendered(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": CHATML, "bos_token": {"content": "<s>"}})
+    )
+    with ChatTemplate.from_folder(tmp_path) as template:
+        text = template.render(MESSAGES)
+        assert text == (
+            "<s><|im_start|>user\nHello<|im_end|>\n"
+            "<|im_start|>assistant\nHi <b>é</b><|im_end|>\n<|im_start|>assistant\n"
+        )
+        tools = [{"name": "f", "about": "<é>"}]
+        assert '[{"name": "f", "about": "<é>"}]' in template.render(MESSAGES, tools=tools)
+        short = template.render(MESSAGES[:1], add_generation_prompt=False)
+        assert short == "<s><|im_start|>user\nHello<|im_end|>\n"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}")
+    with ChatTemplate.from_folder(tmp_path) as template:
+        assert template.render(MESSAGES) == "2"
+
+
+def test_a_folder_without_a_template_says_so(tmp_path):
+    with pytest.raises(ChatError, match="chat_template"):
+        ChatTemplate.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 'a' * 1000000000 }}", "Memory|MiB"),
+        ("{% for a in range(99999) %}{{ 'b' * 999 }}{% endfor %}", "characters"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "1 s"),
+        ("{{ ''.__class__.__mro__ }}", "Security|unsafe"),
+        ("{{ messages.append(1) }}", "Security|unsafe"),
+        ("{{ 7 / 0 }}", "ZeroDivision"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "Recursion"),
+        ("{% include '/etc/passwd' %}", "include|loader"),
+        ("{% for %}", "wrong"),
+    ],
+)
+def test_a_hostile_template_is_stopped_and_the_next_text_is_rendered(source, word):
+    whole = "{% if messages %}{{ messages[0].content }}{% else %}" + source + "{% endif %}"
+    with ChatTemplate(whole, limits=ChatLimits(cpu_seconds=1)) as template:
+        begin = time.monotonic()
+        with pytest.raises(ChatError, match=word):
+            template.render([])
+        assert time.monotonic() - begin < 20
+        if word != "wrong":
+            assert template.render(MESSAGES) == "Hello"
+
+
+def test_text_of_messages_is_no_template_and_no_program():
+    with ChatTemplate("{{ messages[0].content }}") as template:
+        for text in ("{{ 7 * 7 }}", "\0\n", "\ud800", "x" * 100_000):
+            assert template.render([{"role": "user", "content": text}]) == text
+        with pytest.raises(ChatError, match="JSON"):
+            template.render([{"role": "user", "content": object()}])
+
+
+def test_chat_text_gets_no_token_that_the_template_has_not_written():
+    tokenizer = train_tokenizer(["hello"], 260, ["<|eod|>", "<|user|>"])
+    ids = tokenizer.encode_chat("<|user|>hello")
+    assert ids == [1, *tokenizer.encode("hello")]
+
+
+def test_jinja_is_an_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match="jinja2"):
+        ChatTemplate("")
