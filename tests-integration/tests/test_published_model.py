@@ -16,6 +16,7 @@ from mt_hf import export_checkpoint, import_pretrained
 from mt_hf.commands.cli import main as mt_hf_command
 from mt_infer import Engine, Sampling, load_run
 from mt_parallel_state import ParallelLayout, ParallelState
+from mt_tokenizer import ChatTemplate, load_tokenizer
 
 PROMPTS = (
     "What is the capital of France?",
@@ -45,12 +46,16 @@ TEXTS = ("textwrap.py", "shlex.py", "bisect.py", "heapq.py")  # of Python's libr
 
 
 def chat_rows(folder: Path, prompts: tuple[str, ...]) -> list[list[int]]:
+    """Tokens of the prompts in the model's chat template, by transformers and by mt."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder / "tokenizer.json")
     how = {"add_generation_prompt": True, "return_dict": False}
     talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    return [tokenizer.apply_chat_template(talk, **how) for talk in talks]
+    rows = [theirs.apply_chat_template(talk, **how) for talk in talks]
+    with ChatTemplate.from_folder(folder) as template:
+        assert [ours.encode_chat(template.render(talk)) for talk in talks] == rows
+    return rows
 
 
 @torch.inference_mode()
@@ -187,7 +192,6 @@ def test_fine_tuning_lowers_a_held_out_loss(
     published_model, tmp_path, cli, record_property
 ) -> None:
     from mt_data import build_corpus, read_documents, standard_library_sources
-    from mt_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(published_model / "tokenizer.json", eod="<|im_end|>")
     sources = [path for path in standard_library_sources() if path.name not in TEXTS][:40]
