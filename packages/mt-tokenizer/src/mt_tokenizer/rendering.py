@@ -13,24 +13,8 @@ import sys
 from datetime import datetime
 from typing import Any, BinaryIO
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 _HEAD = struct.Struct("<Q")
 _LONGEST_REASON = 500
-
-
-class Generation(Extension):
-    """The tag `{% generation %}`, which marks what the assistant says; its content is the text."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the content of the tag."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def send(file: BinaryIO, message: Any) -> None:
@@ -57,17 +41,13 @@ def main() -> None:
     """Render texts for standard input until it ends."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     given = receive(source)
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment = _environment()
     _limit(resource.RLIMIT_AS, given["memory_bytes"])
     _limit(resource.RLIMIT_FSIZE, 0)
     template = problem = None
     try:
         template = environment.from_string(given["template"])
-    except (TemplateError, MemoryError, RecursionError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - a template may make the compiler raise anything
         problem = _reason(error)
     send(sink, {"error": problem} if problem else {})
     while template is not None:
@@ -85,12 +65,39 @@ def main() -> None:
         send(sink, answer)
 
 
+def _environment() -> Any:
+    """Return the sandbox, with what templates of Hugging Face expect of it."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag `{% generation %}`, which marks what the assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: object) -> None:
+        raise TemplateError(str(message))
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": refuse, "strftime_now": _now}
+    return environment
+
+
 def _text(parts: Any, most: int) -> str:
     found, length = [], 0
     for part in parts:
         length += len(part)
         if length > most:
-            raise TemplateError(f"it writes more than {most} characters")
+            raise ValueError(f"it writes more than {most} characters")
         found.append(part)
     return "".join(found)
 
@@ -103,10 +110,6 @@ def _reason(error: BaseException) -> str:
     name = type(error).__name__
     text = str(error)[:_LONGEST_REASON]
     return text if name == "TemplateError" and text else f"{name}: {text}" if text else name
-
-
-def _refuse(message: object) -> None:
-    raise TemplateError(str(message))
 
 
 def _now(form: str) -> str:
