@@ -64,10 +64,10 @@ PASSES = (  # new tokens of each request in each pass
 class Requests:
     """Texts that take pages in an order that mixes them up."""
 
-    def __init__(self, texts):
+    def __init__(self, texts, step=7):
         self.texts, self.held = texts, [0] * len(texts)
         self.blocks = [[] for _ in texts]
-        self.free = [(7 * i) % 37 for i in range(37)]
+        self.free = [(step * i) % 37 for i in range(37)]
         self.memories = []
 
     def slots(self, counts):
@@ -126,6 +126,16 @@ def test_each_request_of_a_row_has_the_scores_that_it_has_alone(name):
     for text, own, held in zip(requests.texts, found, requests.held, strict=True):
         alone = model.logits(text[None, :held])[0]
         torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["gqa", "window", "sinks, cap", "alibi", "mla"])
+def test_a_request_whose_blocks_are_in_a_row_has_the_scores_that_it_has_alone(name):
+    model = GPT(gpt(**SIZES, **MODELS[name]), dtype=torch.float64, seed=3).eval()
+    requests = Requests(texts()[:1], step=36)
+    [found] = requests.scores(model, pages_of(model), ({0: 6}, {0: 1}, {0: 5}, {0: 1}))
+    assert requests.blocks[0] == [1, 2, 3, 4]
+    alone = model.logits(requests.texts[:, :13])[0]
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gqa", "int8"), ("window", "fp8"), ("mla", "int8")])

@@ -84,15 +84,15 @@ def choose_next(scores: Tensor, wanted: Sequence[Wanted]) -> list[Drawn]:
         return [Drawn() for _ in wanted]
     raw = scores if len(rows) == first else scores[torch.tensor(rows, device=scores.device)]
     owners = [each for each in wanted for _ in each.next]
-    chosen = choose_rows(
-        _adjusted(raw, wanted),
-        [each.answer.sampling for each in owners],
-        uniform(
+    samplings = [each.answer.sampling for each in owners]
+    draws = torch.zeros(len(owners))
+    if any(each.temperature for each in samplings):
+        draws = uniform(
             [each.answer.seed for each in owners],
             [each.part.request.held + place + 1 for each in wanted for place in each.next],
             [each.answer.choice for each in owners],
-        ),
-    ).tolist()
+        )
+    chosen = choose_rows(_adjusted(raw, wanted), samplings, draws).tolist()
     drawn, start = [], 0
     for each in wanted:
         end = start + len(each.next)

@@ -60,7 +60,8 @@ class KeptTensors:
 class Pages(KeptTensors):
     """Blocks of tokens that requests take as they grow, and rows of recurrent states.
 
-    `GPT.new_pages` makes them; `Slots` say which request has which.
+    `GPT.new_pages` makes them; `Slots` say which request has which. A tensor of tokens is
+    [blocks, heads, block_size, D], and in memory all heads of a token are side by side.
 
     Attributes:
         block_size: Number of tokens of a block.
@@ -82,39 +83,42 @@ class Pages(KeptTensors):
                 if (name in self.states.get(index, ())) == states and not is_static:
                     yield x
 
-    def write(self, layer: int, name: str, x: Tensor, block: Tensor, offset: Tensor) -> None:
+    def write(self, layer: int, name: str, x: Tensor, places: Tensor) -> None:
         """Store a layer's tensor for new tokens; low precision rounds it here, once.
 
         Args:
             layer: Layer index in the whole model.
             name: Name of the tensor.
             x: Values by head.
-            block: Block of each token.
-            offset: Place of each token in its block.
+            places: Places of the tokens: block * block_size + offset.
 
         Shape:
-            x: [1, T, heads, D]. block, offset: [T].
+            x: [1, T, heads, D]. places: [T].
         """
         for part, value in self._codes(layer, name, x[0]).items():
-            into, value = _bits(self.layers[layer][part]), _bits(value)
-            into[block, :, offset] = value.to(into.dtype)
+            held = self.layers[layer][part]
+            rows = _bits(held).transpose(1, 2).flatten(0, 1)  # a view, as tokens are in order
+            rows.index_copy_(0, places, _bits(value.to(held.dtype)))
 
-    def read(self, layer: int, name: str, dtype: torch.dtype, rows: Tensor) -> Tensor:
+    def read(self, layer: int, name: str, dtype: torch.dtype, blocks: Tensor | slice) -> Tensor:
         """Return the values of some blocks, decoded from codes in low precision.
 
         Args:
             layer: Layer index in the whole model.
             name: Name of the tensor.
             dtype: Dtype of the values.
-            rows: Rows by head of each request's blocks: block * heads + head.
+            blocks: Blocks of each request; or a range of blocks of one, which is not copied.
 
         Shape:
-            rows: [R, heads, P]. Returns [R, P * block_size, heads, D].
+            blocks: [R, P]. Returns [R, P * block_size, heads, D].
         """
 
         def pick(x: Tensor) -> Tensor:
-            found = _bits(x).flatten(0, 1).index_select(0, rows.flatten())
-            return found.view(x.dtype).view(*rows.shape[:2], -1, x.shape[3])
+            by_token = x.transpose(1, 2)
+            if isinstance(blocks, slice):
+                return by_token[blocks].flatten(0, 1)[None].transpose(1, 2)
+            found = _bits(by_token).index_select(0, blocks.flatten()).view(x.dtype)
+            return found.view(len(blocks), -1, *found.shape[2:]).transpose(1, 2)
 
         return self._values(layer, name, dtype, pick).transpose(1, 2)
 

@@ -42,9 +42,10 @@ class CachedAttend(KeptAttend):
         for name, x in new.items():
             self.cache.write(layer, name, x, self.places)
 
-    def read(self, layer: int, name: str, dtype: torch.dtype, kept: Tensor | None) -> Tensor:
+    def read(self, layer: int, name: str, dtype: torch.dtype, view: View) -> Tensor:
         """Return the values at some places; see `KeptAttend`."""
-        return self.cache.read(layer, name, dtype, kept)
+        assert not isinstance(view.kept, slice), "places are a tensor"  # noqa: S101
+        return self.cache.read(layer, name, dtype, view.kept)
 
     def recur(
         self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext

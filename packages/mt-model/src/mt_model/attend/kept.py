@@ -26,16 +26,19 @@ class View(NamedTuple):
         allowed: True where a query sees a key.
         queries: Places of the queries in their texts.
         keys: Places of the keys in their texts.
+        sees_all: Whether the queries are a whole text, or each sees all keys, so that plain
+            attention needs no mask.
 
     Shape:
         queries: [S] or [R, S]; keys: [K] or [R, K]; allowed broadcasts to [R, N, S, K].
     """
 
     group: Group | None
-    kept: Tensor | None
+    kept: Tensor | slice | None
     allowed: Tensor
     queries: Tensor
     keys: Tensor
+    sees_all: bool = False
 
 
 class KeptAttend(ABC):
@@ -82,7 +85,7 @@ class KeptAttend(ABC):
         """
 
     @abstractmethod
-    def read(self, layer: int, name: str, dtype: torch.dtype, kept: Tensor | None) -> Tensor:
+    def read(self, layer: int, name: str, dtype: torch.dtype, view: View) -> Tensor:
         """Return a layer's kept tensor for a view, [R, K, heads, D]."""
 
     def __call__(
@@ -124,18 +127,20 @@ class KeptAttend(ABC):
         index, found = layer.index, None
         self.put(index, new)
         by_distance = layer.bias_by_distance(shared, self.room)
+        sinks, selector = layer.sink_logits(query), self.selector(layer)
+        is_plain = selector.name == AUTO and by_distance is sinks is layer.softcap is None
         for view in self.views(layer.window, layer.chunk):
             bias = None if by_distance is None else spread(by_distance, view.queries, view.keys)
             scores = Scores(
                 scale=query.shape[-1] ** -0.5 if layer.scale is None else layer.scale,
-                allowed=view.allowed,
+                allowed=None if is_plain and view.sees_all else view.allowed,
                 softcap=layer.softcap,
                 bias=bias,
-                sinks=layer.sink_logits(query),
+                sinks=sinks,
             )
-            kept = {name: self.read(index, name, x.dtype, view.kept) for name, x in new.items()}
+            kept = {name: self.read(index, name, x.dtype, view) for name, x in new.items()}
             own = query if view.group is None else view.group.take(query)
-            out = attention(own, *join(kept), scores, self.selector(layer))
+            out = attention(own, *join(kept), scores, selector)
             found = out if view.group is None else view.group.put(out, found)
         assert found is not None, "a pass has tokens"  # noqa: S101
         return found

@@ -34,7 +34,6 @@ class PagedAttend(KeptAttend):
     cache: Pages
     slots: Slots
     _views: dict[Any, list[View]] = field(default_factory=dict)
-    _rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def room(self) -> int:
@@ -58,24 +57,12 @@ class PagedAttend(KeptAttend):
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
         """Store the new tokens; see `KeptAttend`."""
         for name, x in new.items():
-            self.cache.write(layer, name, x, *self._places)
+            self.cache.write(layer, name, x, self.slots.places)
 
-    @cached_property
-    def _places(self) -> tuple[Tensor, Tensor]:
-        """Block of each new token, and its place there."""
-        block = self.slots.places.div(self.cache.block_size, rounding_mode="floor")
-        return block, self.slots.places - block * self.cache.block_size
-
-    def read(self, layer: int, name: str, dtype: torch.dtype, kept: Tensor | None) -> Tensor:
+    def read(self, layer: int, name: str, dtype: torch.dtype, view: View) -> Tensor:
         """Return the values of blocks; see `KeptAttend`."""
-        assert kept is not None, "a view of pages names its blocks"  # noqa: S101
-        heads = self.cache.layers[layer][name].shape[1]
-        held = self._rows.get((id(kept), heads))
-        if held is None:
-            head = torch.arange(heads, device=kept.device)[:, None]
-            # With the blocks, so that no other tensor has their id.
-            held = self._rows[id(kept), heads] = kept, kept[:, None] * heads + head
-        return self.cache.read(layer, name, dtype, held[1])
+        assert view.kept is not None, "a view of pages names its blocks"  # noqa: S101
+        return self.cache.read(layer, name, dtype, view.kept)[:, : view.keys.shape[1]]
 
     def recur(
         self, layer: int, run: Recurrence, inputs: Sequence[Tensor], shared: ForwardContext
@@ -109,7 +96,8 @@ class PagedAttend(KeptAttend):
             )
         for group in self.by_count:
             tables, lengths = group.of(slots.memory_tables), group.of(slots.memory_lengths)
-            key, value = (self.read(layer, name, query.dtype, tables) for name in ("key", "value"))
+            kept = (self.cache.read(layer, name, query.dtype, tables) for name in ("key", "value"))
+            key, value = kept
             seen = torch.arange(key.shape[1], device=key.device) < lengths[:, None]
             found.append(Recalled(group.take(query), key, value, seen, group.put))
         return found
@@ -140,8 +128,21 @@ class PagedAttend(KeptAttend):
             else:
                 blocks, tables = blocks.expand(len(tables), -1), tables[:, : group.blocks]
             keys = (blocks[..., None] * size + torch.arange(size, device=device)).flatten(1)
+            sees_all = False
+            if group.length is not None and reach >= group.blocks:
+                keys = keys[:, : group.length]
+                sees_all = count in (1, group.length) and (near is None or group.length <= near)
             allowed = seen(queries, keys, window, chunk=chunk)[:, None]
-            yield View(group, tables, allowed, queries, keys)
+            yield View(group, _range_of(tables), allowed, queries, keys, sees_all)
+
+
+def _range_of(tables: Tensor) -> Tensor | slice:
+    """Return blocks in a row of one request as a range, which is read without a copy."""
+    if len(tables) > 1 or tables.device.type != "cpu":
+        return tables
+    first, *others = tables[0].tolist()
+    end = first + len(others) + 1
+    return slice(first, end) if others == list(range(first + 1, end)) else tables
 
 
 def _zeroed(x: Tensor, where: Tensor) -> Tensor:

@@ -105,14 +105,16 @@ class Slots:
 
     def _group(self, own: list[int], starts: list[int], lengths: list[int], size: int) -> Group:
         count = starts[own[0] + 1] - starts[own[0]]
-        blocks = max(1, -(-max(lengths[row] for row in own) // size))
+        held = {lengths[row] for row in own}
+        length, blocks = (max(held) if len(held) == 1 else None), max(1, -(-max(held) // size))
         if len(own) * count == self.places.shape[0]:
-            return Group(slots=self, count=count, blocks=blocks)
+            return Group(slots=self, count=count, blocks=blocks, length=length)
         device = self.places.device
         first = torch.tensor([starts[row] for row in own], device=device)
         tokens = first[:, None] + torch.arange(count, device=device)
         rows = torch.tensor(own, device=device)
-        return Group(slots=self, count=count, blocks=blocks, rows=rows, tokens=tokens)
+        places = {"rows": rows, "tokens": tokens}
+        return Group(slots=self, count=count, blocks=blocks, length=length, **places)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,6 +125,7 @@ class Group:
         slots: All requests of the pass.
         count: Number of new tokens of each request.
         blocks: Number of blocks that holds any of them.
+        length: Number of tokens that each of them holds; None where they differ.
         rows: The requests; None for all.
         tokens: Places of their tokens in the row; None for all.
 
@@ -133,6 +136,7 @@ class Group:
     slots: Slots
     count: int
     blocks: int
+    length: int | None = None
     rows: Tensor | None = None
     tokens: Tensor | None = None
 

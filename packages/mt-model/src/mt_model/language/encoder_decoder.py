@@ -222,13 +222,11 @@ class EncoderDecoder(GPT):
                 break
         if not isinstance(stream, Streams):  # of a stage without a decoder's layer
             return cast("Tensor", stream)
-        block = places.div(pages.block_size, rounding_mode="floor")
-        where = block, places - block * pages.block_size
         for layer in self.stage_layers():
             if isinstance(layer.mixer, CrossAttention):
                 key, value = layer.mixer.project_memory(cast("Tensor", stream.memory))
-                pages.write(layer.index, "key", key, *where)
-                pages.write(layer.index, "value", value, *where)
+                pages.write(layer.index, "key", key, places)
+                pages.write(layer.index, "value", value, places)
         return torch.cat((stream.encoder, stream.decoder), 1)
 
     def _builds(self, config: ModelConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,20 +84,30 @@ def empty_layers(
     wide = torch.promote_types(shard.dtype, torch.float32)
     for index, mixer in mixers.items():
         scheme = schemes.get(index)
-        shapes = dict(mixer.cache_shapes(states or rows, length, shard.tp))
+        shapes, blocks = dict(mixer.cache_shapes(states or rows, length, shard.tp)), set[str]()
         if states is not None:
-            pages = mixer.page_shapes(rows, length, shard.tp)
-            shapes |= {name: pages[name] for name in mixer.token_cache}
+            pages, blocks = mixer.page_shapes(rows, length, shard.tp), set(mixer.token_cache)
+            shapes |= {name: pages[name] for name in blocks}
         dtypes = dict.fromkeys(shapes, shard.dtype) | dict.fromkeys(mixer.wide_cache, wide)
         if scheme is not None:
             dtypes |= dict.fromkeys(mixer.token_cache, scheme.format.dtype)
         layers[index] = {
-            name: torch.zeros(shape, dtype=dtypes[name], device=shard.device)
+            name: _zeros(shape, dtypes[name], shard.device, by_token=name in blocks)
             for name, shape in shapes.items()
         }
         if scheme is not None:
             layers[index] |= dict(_scales(layers[index], index, mixer, scheme, shard))
     return layers
+
+
+def _zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, by_token: bool
+) -> Tensor:
+    """Make an empty tensor; `by_token` puts dim 2, of tokens, before dim 1, of heads, in memory."""
+    if not by_token:
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    rows, heads, length, width = shape
+    return torch.zeros(rows, length, heads, width, dtype=dtype, device=device).transpose(1, 2)
 
 
 def _scales(
@@ -114,8 +124,8 @@ def _scales(
             own = own_heads(whole, layer, mixer, shard)
             yield name + SCALE, own.to(shard.device)[:, None, None]
         elif name in codes:  # cross-attention brings its own
-            shape = (*codes[name].shape[:-1], 1)
-            yield name + SCALE, torch.zeros(shape, device=shard.device)
+            like = codes[name][..., :1]  # with the codes' order in memory
+            yield name + SCALE, torch.zeros_like(like, dtype=torch.float32)
 
 
 def own_heads(whole: Tensor, layer: int, mixer: MixerConfig, shard: ShardContext) -> Tensor:
