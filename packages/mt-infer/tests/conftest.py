@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from mt_infer.cli import main
 from mt_model import GPT, ModelConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tokenizer import train_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))  # test_drafts has the requests of test_engine
 
 
 def _write_run(path: Path, config: ModelConfig) -> Path:

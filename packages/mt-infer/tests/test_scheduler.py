@@ -38,6 +38,11 @@ class World:
             by_length=by_length,
             drafter=self.guess if rng.random() < 0.5 else None,
         )
+        self.recurs = self.scheduler.prefix is not None and rng.random() < 0.5
+        if self.recurs:
+            self.scheduler.prefix.add_states(self.scheduler.max_batch)
+        self.states: dict[tuple[int, ...], tuple] = {}
+        self.found_states = 0
         self.content: dict[tuple[int, int], tuple] = {}
         self.memories: dict[int, tuple] = {}
         self.live: list[Request] = []
@@ -114,6 +119,7 @@ class World:
     def step(self) -> None:
         scheduler = self.scheduler
         parts = scheduler.plan()
+        self.copy()
         self.check()
         assert bool(parts) == bool(scheduler), "a step without work, or work without a step"
         counts = [len(part.fed) for part in parts]
@@ -131,6 +137,13 @@ class World:
         for part in parts:
             self.read(part)
             self.choose(part)
+        self.copy()
+
+    def copy(self) -> None:
+        for copy in self.scheduler.copies():
+            own, kept = (copy.state, copy.turn), (copy.kept,)
+            self.states[own if copy.is_back else kept] = self.states[kept if copy.is_back else own]
+            self.found_states += copy.is_back
 
     def encode(self, request: Request) -> None:
         if request.unread:
@@ -149,6 +162,18 @@ class World:
             assert self.pool.references(block) == 1, "a shared block is written"
             seen = self.seen(part, place)
             self.content[block, place % self.block] = seen
+        if self.recurs:
+            self.recur(part)
+
+    def recur(self, part: Part) -> None:
+        """Go on from the states of the tokens before; each draft has a row of its own."""
+        request, text = part.request, (part.request.salt, *part.request.tokens)
+        state, turn, end = request.state, request.turn, 1 + part.start + part.count
+        assert not part.start or self.states[state, turn] == text[: 1 + part.start]
+        if not part.drafts:
+            self.states[state, turn] = text[:end]
+        for count in range(len(part.drafts) + bool(part.drafts)):
+            self.states[state, turn + 1 + count] = (*text, *part.drafts[:count])
 
     def read(self, part: Part) -> None:
         request = part.request
@@ -178,7 +203,7 @@ class World:
                 chosen.append(self.next([*request.tokens, *chosen]))
                 if draft != chosen[-1] or len(request.tokens) + len(chosen) == request.limit:
                     break
-        self.scheduler.note(part, chosen)
+        self.scheduler.note(part, chosen, self.rng.randint(0, 1))
         assert len(request.tokens) <= request.limit
         if len(request.tokens) == request.limit:
             self.end(request, "length")
@@ -216,6 +241,7 @@ def drive(seed: int, operations: int) -> Counter[str]:
     return world.ended + Counter(
         evictions=world.scheduler.evictions,
         hits=world.scheduler.found_tokens,
+        states=world.found_states,
     )
 
 
@@ -227,6 +253,7 @@ def test_random_operations_leak_nothing_and_end_every_request(worlds, operations
     seen = sum((drive(seed, operations) for seed in range(worlds)), Counter())
     for event in ("length", "cancel", "evictions", "hits"):
         assert seen[event] > 100, seen
+    assert seen["states"] > 30, seen
 
 
 def new(number: int, length: int, more: int, **how) -> Request:

@@ -82,6 +82,9 @@ class Generate:
     kv_cache_dtype: Literal["auto", "full", "fp8", "int8"] = "auto"
     """Format of cached keys and values: fp8 or int8, with a scale for each head of each token, in
     half the bytes of bf16; full, as --dtype; auto, the format of a folder's scales, or full."""
+    speculate: str | None = None
+    """Who guesses tokens, of which a pass verifies several; the text stays the same: ngram, mtp, or
+    the folder of a smaller model with the same tokenizer."""
     nproc: int | None = None
     """Number of processes to start, which share the model; by default --pp. Leave it out under
     torchrun or srun."""
@@ -276,6 +279,8 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampl
         raise ValueError(
             "--adapter does not go with --cuda-graphs or an encoder; merge it into the model"
         )
+    if command.speculate is not None and command.cuda_graphs:
+        raise ValueError("--speculate does not go with --cuda-graphs; leave one of them out")
     if command.kv_cache_dtype in ("fp8", "int8"):
         check_kv_cache(run, command.kv_cache_dtype)
     _tokens(command, run)
@@ -329,6 +334,7 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
             max_batch=1,
             kv_cache_dtype=command.kv_cache_dtype,
             prefix_cache=False,
+            speculate=command.speculate,
             batch_invariant=False,  # nothing runs beside it
         )
         with same_run(run, state) as agreed:

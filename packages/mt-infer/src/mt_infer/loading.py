@@ -331,13 +331,23 @@ def built_model(
     dtype: str | None = None,
     ema: bool = False,
     kernels: KernelSet | Kernels = "auto",
+    mtp: bool = False,
 ) -> GPT:
-    """Build an opened run's model on this rank's layout and fill it; see `load_run`."""
+    """Build an opened run's model on this rank's layout and fill it.
+
+    Args:
+        run: The run.
+        state: This rank's place in the layout.
+        dtype: See `load_run`, as for `ema` and `kernels`.
+        ema: Whether to use the moving average of the weights.
+        kernels: Kernels of the model.
+        mtp: Whether to read the modules that predict further tokens, too.
+    """
     if ema:
         check_ema(run)
     chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
     layers = split_layers(run.config.num_layers, state.size("pp"))[state.index("pp")]
-    config = replace(run.config, mtp=None)  # heads that only training uses are not read
+    config = run.config if mtp else replace(run.config, mtp=None)
     how: dict[str, Any] = {"layers": layers, "kernels": kernels, "dtype": chosen}
     if isinstance(run.source, Path):
         model = cast("GPT", config.build(state, **how, seed=None))
@@ -363,7 +373,7 @@ def fill_weights(model: GPT, run: Run, state: ParallelState, *, ema: bool = Fals
     place = (state.layout, state.rank)
     shards += param_shards(buffers.items(), *place, prefix=RunFolder.WEIGHTS, params=buffers)
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
-    ignore = (*unused, f"{wanted}/mtp.")
+    ignore = tuple(unused) if len(model.mtp) else (*unused, f"{wanted}/mtp.")
     load_checkpoint(run.source, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
     for shard in shards:
         if shard.tensor.numel() and not all(map(torch.isfinite, shard.tensor.aminmax())):

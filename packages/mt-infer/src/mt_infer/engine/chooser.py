@@ -140,10 +140,10 @@ def _adjusted(scores: Tensor, wanted: Iterable[Wanted]) -> Tensor:
             row += len(each.next)
             continue
         prompt, after = tokens[: answer.prompt_length], tokens[answer.prompt_length :]
-        for accepted in range(len(each.next)):
+        for place in each.next:
             if not is_copy:
                 scores, is_copy = scores.clone(), True
-            text = [*after, *each.part.drafts[:accepted]]
+            text = [*after, *each.part.drafts[: place + 1 - each.part.count]]
             allowed = None if answer.grammar is None else answer.grammar.allowed(text)
             how = answer.sampling, prompt, text, answer.ends, answer.bad, allowed
             scores[row] = adjust(scores[row], *how)

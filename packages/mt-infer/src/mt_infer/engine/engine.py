@@ -25,7 +25,7 @@ from mt_infer.engine.images import Images, Pixels, images_of_each
 from mt_infer.engine.intake import Given, Intake, Prompt, Prompts, as_list
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
-from mt_infer.engine.weights import WORLD, Weights, loaded_model, obstacle_of
+from mt_infer.engine.weights import WORLD, Weights, loaded_model, obstacle_of, with_draft
 from mt_infer.loading import Run, open_run, same_run
 from mt_infer.sampling import Sampling
 from mt_infer.text import TextStream
@@ -132,7 +132,7 @@ class Engine:
             how: `dtype`, `ema` and `kernels`; see `load_run`.
         """
         found = {"tokenizer": run.own_tokenizer, "ends": run.ends}
-        model = loaded_model(run, state, options, how)
+        model, options = loaded_model(run, state, options, how), with_draft(options, state, how)
         return cls(model, options=options, run=run, state=state, **found)
 
     @property

@@ -15,7 +15,7 @@ from mt_infer.engine.adapters import Adapters
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.blocks import BlockPool
 from mt_infer.engine.chooser import Drawn, Wanted, choose_next, follow
-from mt_infer.engine.drafts import ngram_drafts
+from mt_infer.engine.drafts import NgramDrafter, drafter_of
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.prefix import salt_of
 from mt_infer.engine.request import Part, Request
@@ -51,27 +51,22 @@ class Loop:
         step: int | None,
         state: ParallelState | None,
     ) -> None:
-        _check_layout(model, state)
-        self.runner, self.step_of_weights = Runner(model, options, state), step
-        self.adapters = Adapters(model)
+        self.runner = Runner(model, options, state)
+        self.pool = BlockPool(self.runner.blocks)
+        self.adapters, self.step_of_weights = Adapters(model), step
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
-        self._num_drafts = options.num_drafts
-        lasts = not (self.runner.has_states or self.runner.by_length)
-        if options.speculate and not lasts:
-            raise ValueError(
-                f"speculate={options.speculate}: this model has recurrent layers, or keys that "
-                "depend on the length, so it can't take a guess back; leave it out"
-            )
-        self.pool = BlockPool(options.num_blocks(model.config))
+        self.drafter = drafter_of(self.runner, options, vocab_size)
         self.scheduler = Scheduler(
             self.pool,
             block_size=options.block_size,
             max_batch=options.max_batch,
             max_batch_tokens=options.max_batch_tokens,
-            prefix_cache=options.prefix_cache and lasts,
+            prefix_cache=options.prefix_cache and not self.runner.by_length,
             by_length=self.runner.by_length,
-            drafter=self._drafts if options.speculate else None,
+            drafter=None if self.drafter is None else self.drafter.guess,
         )
+        if self.runner.has_states and self.scheduler.prefix is not None:
+            self.scheduler.prefix.add_states(options.max_batch)
         self.arriving: deque[Answer] = deque()
         self.leaving: deque[Answer] = deque()
         self._answers: dict[Request, Answer] = {}
@@ -89,8 +84,11 @@ class Loop:
         for request in self.scheduler.expire(time.monotonic()):
             self._tell_end(self._answers.pop(request), "deadline")
         parts = self.scheduler.plan()
+        self.runner.copy_states(self.scheduler.copies())
         if not parts:
             return
+        if self.drafter is not None:
+            parts = self.drafter.fill(parts, self._answers)
         wanted = [Wanted.of(part, self._answers[part.request]) for part in parts]
         for part in parts:
             self._encode(part.request)
@@ -99,6 +97,9 @@ class Loop:
             wanted, choose_next(scores[:, : self._vocab_size], wanted), strict=True
         ):
             self._append(each.part, each.answer, drawn)
+        self.runner.copy_states(self.scheduler.copies())
+        if self.drafter is not None:
+            self.drafter.keep(parts)
         self.counts["passes"] += 1
 
     def _encode(self, request: Request) -> None:
@@ -128,6 +129,11 @@ class Loop:
         """Drop removed adapters that no request has."""
         self.adapters.drop_unused(request.adapter for request in self._answers)
 
+    @property
+    def models(self) -> list[Runner | NgramDrafter]:
+        """Return what has pages."""
+        return [self.runner] if self.drafter is None else [self.runner, self.drafter]
+
     def _salt(self, request: Request) -> bytes:
         return salt_of(version=self._version, adapter=request.adapter)
 
@@ -151,7 +157,8 @@ class Loop:
     def _append(self, part: Part, answer: Answer, drawn: Drawn) -> None:
         """Continue an answer by the tokens drawn for it, as far as drafts were right."""
         new, end = follow(part, answer, drawn)
-        self.scheduler.note(part, new)
+        unseen = 0 if self.drafter is None else self.drafter.unseen(part, len(new))
+        self.scheduler.note(part, new, unseen)
         self.counts["tokens"] += len(new)
         self.counts["drafted"] += len(part.drafts)
         self.counts["accepted"] += max(0, len(new) - 1)
@@ -173,22 +180,3 @@ class Loop:
             answer.complete(end, self._tokenizer, self.step_of_weights)
             answer.tell(new)
         self.drop_unused_adapters()
-
-    def _drafts(self, request: Request, most: int) -> list[int]:
-        answer = self._answers[request]
-        drafts = ngram_drafts(request.tokens, min(self._num_drafts, most))
-        return drafts if answer.grammar is None else answer.grammar.cut(answer.tokens, drafts)
-
-
-def _check_layout(model: GPT, state: ParallelState | None) -> None:
-    """Refuse ranks that share sequences, and a stage whose other stages are not known."""
-    held, pp = len(model.layer_range), 1 if state is None else state.size("pp")
-    if (held < model.config.num_layers) != (pp > 1):
-        raise ValueError(
-            f"the model holds {held} of {model.config.num_layers} layers, and state has pp={pp}; "
-            "give the state with which the model was built"
-        )
-    if state is not None and state.size("cp") > 1:
-        raise ValueError(
-            f"cp={state.size('cp')}: pages need whole sequences; use tp, pp or ep in its place"
-        )

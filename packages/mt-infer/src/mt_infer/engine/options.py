@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
 from mt_files import Checks
-from mt_model import ModelConfig
+from mt_model import GPT, ModelConfig
 from mt_quant import KVFormat
 
 _USUAL_TOKENS = 2048
@@ -26,9 +26,11 @@ class EngineOptions:
             which other requests go on.
         kv_cache_dtype: What keys and values are kept in; see `mt_model.GPT.new_pages`.
         prefix_cache: Whether requests start from the blocks of earlier ones that begin with the
-            same tokens. Models with recurrent layers have no such blocks.
-        speculate: `ngram` guesses tokens from what followed the same ones before, and verifies
-            several in a pass; the tokens stay the same.
+            same tokens; recurrent layers keep states for it, up to `max_batch` of them.
+        speculate: Who guesses the next tokens, of which a pass verifies several; the tokens stay
+            the same. `ngram`: what followed the same ones before. `mtp`: the model's modules that
+            predict further tokens (`ModelConfig.mtp`). A model with the same vocabulary, or its
+            folder, for `Engine.from_folder`.
         num_drafts: Largest number of guesses in a pass.
         batch_invariant: Whether a token has the same bits whatever else is in its pass: the bits
             of a trainer with `mt_model.Kernels(attention="invariant")`. With None a probe of the
@@ -42,7 +44,7 @@ class EngineOptions:
     max_batch_tokens: int = 512
     kv_cache_dtype: str | KVFormat = "auto"
     prefix_cache: bool = True
-    speculate: Literal["ngram"] | None = None
+    speculate: str | Path | GPT | None = None
     num_drafts: int = 4
     batch_invariant: bool | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from itertools import pairwise
 
 import numpy as np
@@ -57,6 +58,20 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool, self._block_size = pool, block_size
+        self._states: OrderedDict[bytes | int, int] | None = None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a beginning needs states, too; chunks of prompts then end where blocks do."""
+        return self._states is not None
+
+    def add_states(self, rows: int) -> None:
+        """Keep states of recurrent layers, without which no beginning serves.
+
+        Args:
+            rows: Number of rows; the least recently used one is taken for new states.
+        """
+        self._states = OrderedDict((row, row) for row in range(rows))  # of nobody yet
 
     def match(self, request: Request) -> list[int]:
         """Return the cached blocks of a request's beginning; its last token is always computed."""
@@ -70,18 +85,46 @@ class PrefixCache:
             if block is None:
                 break
             found.append(block)
+        if self._states is not None:
+            while found and request.keys[len(found) - 1] not in self._states:
+                found.pop()
         return found
+
+    def states_of(self, request: Request) -> int | None:
+        """Return the row with the states of the beginning that a request starts from, if any."""
+        if self._states is None or not request.held:
+            return None
+        key = request.keys[request.held // self._block_size - 1]
+        self._states.move_to_end(key)
+        return self._states[key]
+
+    def keep_states(self, request: Request) -> int | None:
+        """Return a row for the states of what a request holds; None if they are kept or of no use.
+
+        They are of use at the end of a block that others may find.
+        """
+        full, rest = divmod(request.held, self._block_size)
+        if self._states is None or rest or not full:
+            return None
+        extend_keys(request, full, self._block_size)
+        key = request.keys[full - 1]
+        if key in self._states:
+            self._states.move_to_end(key)
+            return None
+        _, row = self._states.popitem(last=False)
+        self._states[key] = row
+        return row
 
     def note(self, request: Request, before: int) -> None:
         """Publish the blocks that a pass filled.
 
         Args:
             request: The request, after the pass.
-            before: Number of tokens that it held before the pass.
+            before: Number of tokens whose blocks may be known.
         """
         size = self._block_size
-        first, full = before // size, request.held // size
-        if first == full:
+        first, full = before // size, (request.held - request.unseen) // size
+        if first >= full:
             return
         extend_keys(request, full, size)
         for place in range(first, full):

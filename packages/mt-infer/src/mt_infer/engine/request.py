@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,7 +46,10 @@ class Request:
         table: Its blocks, in the order of its tokens.
         memory: Blocks of what the decoder attends to of the source.
         is_encoded: Whether they are filled.
-        state: Its row of the recurrent layers' states; None while it waits.
+        state: Number of its rows of the recurrent layers' states; None while it waits.
+        unseen: Number of its last held tokens that a model for drafts has not seen, so that nobody
+            may find their blocks.
+        turn: Number of drafted tokens so far, which says in which of these rows the states are.
         keys: Keys of its full blocks, as far as they were needed.
         end: Reason for its end; None while it goes on.
     """
@@ -65,6 +69,8 @@ class Request:
     memory: list[int] = field(default_factory=list)
     is_encoded: bool = False
     state: int | None = None
+    unseen: int = 0
+    turn: int = 0
     keys: list[bytes] = field(default_factory=list)
     end: str | None = None
 
@@ -96,27 +102,59 @@ class Request:
         return next(cut, end) - self.held
 
 
+class StateCopy(NamedTuple):
+    """A copy of the recurrent layers' states.
+
+    Attributes:
+        state: Number of a request's rows.
+        turn: Which of them; see `Request.turn`.
+        kept: Row of the prefix cache.
+        is_back: Whether the copy goes to the request, which starts from there.
+    """
+
+    state: int
+    turn: int
+    kept: int
+    is_back: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Tokens of a request for a model to read.
+
+    Attributes:
+        request: The request.
+        start: Place of the first token in the text.
+        fed: The tokens.
+    """
+
+    request: Request
+    start: int
+    fed: Sequence[int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Tokens of a request in the next pass.
 
     Attributes:
         request: The request.
-        count: Number of its tokens from `request.held` on.
+        start: Number of tokens that it holds before.
+        count: Number of its tokens from `start` on.
         drafts: Guesses of the next tokens, which the pass verifies.
     """
 
     request: Request
+    start: int
     count: int
     drafts: tuple[int, ...] = ()
 
     @property
     def is_last(self) -> bool:
         """Whether the pass reaches the request's last token, whose scores choose the next one."""
-        return self.count == self.request.pending
+        return self.start + self.count == len(self.request.tokens)
 
     @property
     def fed(self) -> list[int]:
         """The tokens of the pass, with drafts."""
-        held = self.request.held
-        return [*self.request.tokens[held : held + self.count], *self.drafts]
+        return [*self.request.tokens[self.start : self.start + self.count], *self.drafts]

@@ -16,7 +16,7 @@ from mt_schedule import make_schedule
 from torch import Tensor
 
 from mt_infer.engine.options import EngineOptions
-from mt_infer.engine.request import Part, Request
+from mt_infer.engine.request import Part, Request, Span, StateCopy
 
 
 class Runner:
@@ -26,10 +26,27 @@ class Runner:
         model: The model, or this rank's stage of it, with pages of its own layers.
         options: Sizes.
         state: This rank's place in the layout.
+        blocks: Number of blocks; None for those of the options.
+
+    Attributes:
+        features: What MTP modules read of the last pass; None without them.
+
+    Raises:
+        ValueError: The model is a stage without its place, or ranks share sequences.
     """
 
-    def __init__(self, model: GPT, options: EngineOptions, state: ParallelState | None) -> None:
-        self.model, self._options = model, options
+    def __init__(
+        self,
+        model: GPT,
+        options: EngineOptions,
+        state: ParallelState | None,
+        blocks: int | None = None,
+    ) -> None:
+        _check_layout(model, state)
+        self.model, self._options, self.state = model, options, state
+        self.blocks = options.num_blocks(model.config) if blocks is None else blocks
+        self._has_mtp = options.speculate == "mtp"
+        self.features: Tensor | None = None
         self.device = next(model.parameters()).device
         self._stages = None if state is None else _stages_of(model, state)
         # Of all stages, whose ranks have one schedule.
@@ -39,16 +56,19 @@ class Runner:
         longest = model.config.max_sequence_length
         rotary = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
         self.by_length = any(each.angles(1) != each.angles(longest) for each in rotary)
+        # A row for the states after each token that may be taken back.
+        self._turns = 1 + options.num_drafts * bool(options.speculate and self.has_states)
         self.wake()
 
     def wake(self) -> None:
         """Make the pages."""
         options = self._options
         self._pages = self.model.new_pages(
-            blocks=options.num_blocks(self.model.config),
+            blocks=self.blocks,
             block_size=options.block_size,
-            states=options.max_batch,
+            states=options.max_batch * (self._turns + options.prefix_cache),
             kv_cache_dtype=options.kv_cache_dtype,
+            mtp=self._has_mtp,
         )
 
     def sleep(self) -> None:
@@ -70,7 +90,19 @@ class Runner:
         """Return whether held keys don't serve a longer text, as longrope's factors change."""
         return self.model.config.cache_break(held, length) is not None
 
-    def scores(self, parts: Sequence[Part], places: Sequence[Sequence[int]]) -> Tensor:
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Copy states of requests to rows of the prefix cache, or back.
+
+        Raises:
+            RuntimeError: The engine sleeps.
+        """
+        first = self._options.max_batch * self._turns
+        for copy in copies:
+            own, kept = rows_of(copy.state, copy.turn, self._turns)[0], first + copy.kept
+            for x in self.pages.tensors(states=True):
+                x[own if copy.is_back else kept] = x[kept if copy.is_back else own]
+
+    def scores(self, parts: Sequence[Part | Span], places: Sequence[Sequence[int]]) -> Tensor:
         """Run the model over the parts of a pass.
 
         Args:
@@ -80,10 +112,31 @@ class Runner:
         Shape:
             Returns [number of places, vocab], with the vocabulary's padding.
         """
-        tokens, slots = slots_of(parts, places, self._options.block_size, self.device)
-        batch = {"tokens": tokens, "cache": self.pages, "slots": slots}
-        batch |= self._image_embeddings(tokens, parts)
-        return self._run(batch, slots.scored.shape[0], self.model.config.vocab_size)[0]
+        batch = self._batch(parts, places)
+        batch |= self._image_embeddings(batch["tokens"], parts)
+        if self._has_mtp:
+            scores, self.features = self.model.features(batch)
+            return scores[0]
+        length = batch["slots"].scored.shape[0]
+        return self._run(batch, length, self.model.config.vocab_size)[0]
+
+    def ahead(
+        self, depth: int, features: Tensor, spans: Sequence[Span], places: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor]:
+        """Run an MTP module over spans, whose tokens are those that it reads beside the features.
+
+        Shape:
+            features: [T, hidden]. Returns [number of places, vocab] and [T, hidden].
+        """
+        scores, more = self.model.ahead(depth, features[None], self._batch(spans, places))
+        return scores[0], more[0]
+
+    def _batch(
+        self, parts: Sequence[Part | Span], places: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        sizes = self._options.block_size, self._turns
+        tokens, slots = slots_of(parts, places, sizes, self.device)
+        return {"tokens": tokens, "cache": self.pages, "slots": slots}
 
     def _run(self, batch: Mapping[str, Any], length: int, width: int) -> Tensor:
         """Run all stages, and return what the last one gives, [1, length, width]."""
@@ -104,13 +157,13 @@ class Runner:
         batch = {"tokens": source[None], "cache": self.pages, "places": where}
         self._run(batch, length + 1, self.model.config.hidden_size)
 
-    def _image_embeddings(self, tokens: Tensor, parts: Sequence[Part]) -> dict[str, Tensor]:
+    def _image_embeddings(self, tokens: Tensor, parts: Sequence[Part | Span]) -> dict[str, Tensor]:
         """Return the embeddings of a pass with images; each image's features are made alone."""
         embeddings, made, start = None, dict[bytes, Tensor](), 0
         for part in parts:
-            held = part.request.held
+            held, count = part.start, len(part.fed)
             for image in part.request.images:
-                first, last = max(image.start, held), min(image.end, held + part.count)
+                first, last = max(image.start, held), min(image.end, held + count)
                 if first >= last or self.model.images is None:
                     continue
                 if embeddings is None:
@@ -120,7 +173,7 @@ class Runner:
                     made[image.digest] = self.model.images.features(pixels[None])[0]
                 features = made[image.digest][first - image.start : last - image.start]
                 embeddings[0, start + first - held : start + last - held] = features
-            start += len(part.fed)
+            start += count
         return {} if embeddings is None else {"embeddings": embeddings}
 
 
@@ -154,24 +207,49 @@ def _stages_of(model: GPT, state: ParallelState) -> Executor[Mapping[str, Any]] 
     )
 
 
+def _check_layout(model: GPT, state: ParallelState | None) -> None:
+    """Refuse ranks that share sequences, and a stage whose other stages are not known."""
+    held, pp = len(model.layer_range), 1 if state is None else state.size("pp")
+    if (held < model.config.num_layers) != (pp > 1):
+        raise ValueError(
+            f"the model holds {held} of {model.config.num_layers} layers, and state has pp={pp}; "
+            "give the state with which the model was built"
+        )
+    if state is not None and state.size("cp") > 1:
+        raise ValueError(
+            f"cp={state.size('cp')}: pages need whole sequences; use tp, pp or ep in its place"
+        )
+
+
 def slots_of(
-    parts: Sequence[Part], places: Sequence[Sequence[int]], block_size: int, device: torch.device
+    parts: Sequence[Part | Span],
+    places: Sequence[Sequence[int]],
+    sizes: tuple[int, int],
+    device: torch.device,
 ) -> tuple[Tensor, Slots]:
     """Return the row of tokens of a pass, and where each belongs.
+
+    Args:
+        parts: The parts of the pass.
+        places: For each part, the places among its tokens after which scores are wanted.
+        sizes: Number of tokens of a block, and number of rows of states of a request.
+        device: Device of the model.
 
     Shape:
         Returns [1, T] and the slots.
     """
+    block_size, turns = sizes
     requests = [part.request for part in parts]
     fed = [part.fed for part in parts]
     counts = np.array([len(each) for each in fed])
     starts = np.concatenate([[0], counts.cumsum()])
-    held = np.array([request.held for request in requests])
+    held = np.array([part.start for part in parts])
     tables = np.zeros((len(parts), max(len(each.table) for each in requests)), dtype=np.int64)
     for row, request in enumerate(requests):
         tables[row, : len(request.table)] = request.table
     positions = np.arange(starts[-1]) + np.repeat(held - starts[:-1], counts)
     blocks = tables[np.repeat(np.arange(len(parts)), counts), positions // block_size]
+    states = [rows_of(request.state or 0, request.turn, turns) for request in requests]
     scored = [start + place for start, own in zip(starts, places, strict=False) for place in own]
     given = {
         "starts": starts,
@@ -179,7 +257,7 @@ def slots_of(
         "places": blocks * block_size + positions % block_size,
         "tables": tables,
         "lengths": held + counts,
-        "states": [request.state for request in requests],
+        "states": [rows[0] for rows in states],
         "scored": scored,
         "adapters": [request.adapter for request in requests],
     }
@@ -189,8 +267,26 @@ def slots_of(
             memories[row, : len(request.memory)] = request.memory
         given["memory_tables"] = memories
         given["memory_lengths"] = [len(each.source) for each in requests]
+    if turns > 1:
+        given["kept"] = [
+            rows[1:] if isinstance(part, Part) and part.drafts else rows[:1] * turns
+            for part, rows in zip(parts, states, strict=True)
+        ]
     row, *rest = (
         torch.from_numpy(np.asarray(x, dtype=np.int64)).to(device)
         for x in (np.concatenate(fed), *given.values())
     )
     return row[None], Slots(**dict(zip(given, rest, strict=True)))
+
+
+def rows_of(state: int, turn: int, turns: int) -> list[int]:
+    """Return the row that has a request's states, and those for the states after new tokens.
+
+    The last token's row is the first one again, which has been read by then.
+
+    Args:
+        state: Number of the request's rows.
+        turn: See `Request.turn`.
+        turns: Number of rows of a request.
+    """
+    return [state * turns + (turn + token) % turns for token in range(turns + 1)]

@@ -8,7 +8,7 @@ from itertools import chain
 
 from mt_infer.engine.blocks import BlockPool
 from mt_infer.engine.prefix import PrefixCache
-from mt_infer.engine.request import Part, Request
+from mt_infer.engine.request import Part, Request, StateCopy
 
 Drafter = Callable[[Request, int], list[int]]
 """Guesses of up to a number of a request's next tokens."""
@@ -55,6 +55,7 @@ class Scheduler:
         self.pool, self.block_size = pool, block_size
         self.max_batch, self.max_batch_tokens = max_batch, max_batch_tokens
         self.prefix = PrefixCache(pool, block_size) if prefix_cache else None
+        self._copies: list[StateCopy] = []
         self._by_length, self._drafter = by_length, drafter
         self._states = list(range(max_batch - 1, -1, -1))
         self.running: list[Request] = []
@@ -114,7 +115,7 @@ class Scheduler:
         parts: list[Part] = []
         for request in sorted(steps, key=lambda each: each.rank):
             drafts = self._drafts(request, budget)
-            parts.append(Part(request=request, count=1, drafts=drafts))
+            parts.append(Part(request=request, start=request.held, count=1, drafts=drafts))
             budget -= len(drafts)
         prompts = (each for each in running if each not in steps)
         chunks: list[Part] = []
@@ -125,7 +126,7 @@ class Scheduler:
             count = self._chunk(request, budget, is_first=not chunks)
             if not count:
                 break
-            chunks.append(Part(request=request, count=count))
+            chunks.append(Part(request=request, start=request.held, count=count))
             budget = max(0, budget - request.unread - count)
         return parts + chunks
 
@@ -135,19 +136,33 @@ class Scheduler:
         if self.prefix is not None:
             self.prefix.note_memory(request)
 
-    def note(self, part: Part, chosen: list[int]) -> None:
+    def note(self, part: Part, chosen: list[int], unseen: int = 0) -> None:
         """Record a pass of a part.
 
         Args:
             part: The part.
             chosen: The new tokens: the first continues the request, and each further one follows
                 an accepted draft. None behind a chunk that doesn't reach the last token.
+            unseen: See `Request.unseen`.
         """
-        request, before = part.request, part.request.held
+        request, before = part.request, max(0, part.start - part.request.unseen)
+        request.unseen = unseen
         request.held += part.count + max(0, len(chosen) - 1)
+        request.turn += len(chosen) if part.drafts else 0
         request.tokens.extend(chosen)
         if self.prefix is not None:
             self.prefix.note(request, before)
+            if part.count > 1:
+                self._copy(request, self.prefix.keep_states(request), is_back=False)
+
+    def copies(self) -> list[StateCopy]:
+        """Return the copies of states to make now: before the pass of a plan, and behind it."""
+        found, self._copies = self._copies, []
+        return found
+
+    def _copy(self, request: Request, row: int | None, *, is_back: bool) -> None:
+        if row is not None and request.state is not None:
+            self._copies.append(StateCopy(request.state, request.turn, row, is_back))
 
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -171,7 +186,13 @@ class Scheduler:
         least = request.pending if self._by_length else request.piece
         if room < least:
             return least if is_first and budget else 0
-        return request.uncut(min(request.pending, room))
+        count = request.uncut(min(request.pending, room))
+        if self._by_length or self.prefix is None or not self.prefix.has_states:
+            return count
+        # States are kept where a block ends. The last token is always computed.
+        end = min(request.held + count, len(request.tokens) - 1)
+        cut = request.uncut(end - end % self.block_size - request.held)
+        return cut if cut > 0 else count
 
     def _grow(self, request: Request, planned: set[Request]) -> bool:
         """Give a request the block of its last token; evict later requests."""
@@ -218,6 +239,8 @@ class Scheduler:
             request.held = len(matched) * self.block_size
             request.state = self._states.pop()
             self.running.append(request)
+            if self.prefix is not None:
+                self._copy(request, self.prefix.states_of(request), is_back=True)
             self.found_tokens += request.held
             self.admitted_tokens += len(request.tokens)
             yield request
@@ -244,5 +267,5 @@ class Scheduler:
         self.pool.release(request.table)
         self.pool.release(request.memory)
         self._states.append(request.state)
-        request.table, request.held, request.state = [], 0, None
+        request.table, request.held, request.unseen, request.state = [], 0, 0, None
         request.memory, request.is_encoded = [], False

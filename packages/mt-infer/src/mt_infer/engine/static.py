@@ -15,7 +15,7 @@ from mt_infer.engine.answer import Answer
 from mt_infer.engine.chooser import Wanted, choose_next, follow
 from mt_infer.engine.intake import Intake, Prompts, as_list
 from mt_infer.engine.options import EngineOptions
-from mt_infer.engine.request import Part
+from mt_infer.engine.request import Part, Request
 from mt_infer.engine.runner import Runner
 from mt_infer.sampling import Sampling
 
@@ -62,7 +62,7 @@ class StaticEngine:
                 self._runner.encode(each.request)
         running = answers
         while running:
-            parts = [Part(request=each.request, count=each.request.pending) for each in running]
+            parts = [_next_part(each.request) for each in running]
             wanted = [Wanted.of(*pair) for pair in zip(parts, running, strict=True)]
             scores = self._runner.scores(parts, [each.places for each in wanted])
             drawn = choose_next(scores[:, : self._vocab_size], wanted)
@@ -112,3 +112,7 @@ class StaticEngine:
                 f"{options.max_batch} in {known}; raise max_batch and blocks, or use Engine, "
                 "where they wait"
             )
+
+
+def _next_part(request: Request) -> Part:
+    return Part(request=request, start=request.held, count=request.pending)

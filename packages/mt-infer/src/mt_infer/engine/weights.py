@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,11 +59,13 @@ class Weights:
     def sleep(self) -> None:
         """Free the memory of keys and values; see `Engine.sleep`."""
         self._loop.forget(self._loop.step_of_weights)
-        self._loop.runner.sleep()
+        for each in self._loop.models:
+            each.sleep()
 
     def wake(self) -> None:
         """Make the memory of keys and values anew; see `Engine.wake`."""
-        self._loop.runner.wake()
+        for each in self._loop.models:
+            each.wake()
 
     @contextmanager
     def _swapped(self, step: int | None, *, finish: bool) -> Iterator[None]:
@@ -81,12 +84,29 @@ def loaded_model(run: Run, state: ParallelState, options: EngineOptions, how: An
         options: Sizes and switches.
         how: `dtype`, `ema` and `kernels`; see `load_run`.
     """
+    how = how | {"mtp": options.speculate == "mtp"}
     if options.batch_invariant is not False:
         kernels = replace(Kernels.of(how.get("kernels", "auto")), attention="invariant")
         model = built_model(run, state, **how | {"kernels": kernels})
         if options.batch_invariant or not obstacle_of(model, state):
             return model
     return built_model(run, state, **how)
+
+
+def with_draft(options: EngineOptions, state: ParallelState, how: Any) -> EngineOptions:
+    """Return the options with the model of a folder that guesses tokens in place of the folder.
+
+    Args:
+        options: Sizes and switches.
+        state: This rank's place in the layout.
+        how: `dtype` and `kernels`; see `load_run`.
+    """
+    folder = options.speculate
+    if not isinstance(folder, str | Path) or folder in ("ngram", "mtp"):
+        return options
+    how = {name: value for name, value in how.items() if name != "ema"}
+    with open_run(Path(folder)) as own, same_run(own, state) as run:
+        return replace(options, speculate=built_model(run, state, **how))
 
 
 def obstacle_of(model: GPT, state: ParallelState | None) -> str | None:

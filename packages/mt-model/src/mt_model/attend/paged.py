@@ -69,16 +69,22 @@ class PagedAttend(KeptAttend):
     ) -> Tensor:
         """Run a recurrent layer from each request's row of the states; see `Attend`."""
         del shared
-        held, found = self.cache.layers[layer], None
+        names, found = self.cache.states[layer], None
+        held = {name: self.cache.layers[layer][name] for name in names}
         for group in self.by_count:
             rows, lengths = group.of(self.slots.states), group.of(self.slots.lengths)
             first = lengths <= group.count  # no token before: the row may be another request's
-            names = self.cache.states[layer]
-            before = {name: _zeroed(held[name].index_select(0, rows), first) for name in names}
-            out, kept = run(*map(group.take, inputs), before, None)
-            for name, x in kept.items():
-                held[name].index_copy_(0, rows, x.detach().to(held[name].dtype))
-            found = group.put(out, found)
+            before = {name: _zeroed(x.index_select(0, rows), first) for name, x in held.items()}
+            outs, into, given = [], rows[:, None], [group.take(x) for x in inputs]
+            if self.slots.kept is not None and group.count <= self.slots.kept.shape[1]:
+                into = group.of(self.slots.kept)[:, : group.count]  # one token after the other
+            for own, to in zip(_pieces(given, into.shape[1]), into.unbind(1), strict=True):
+                out, before = run(*own, before, None)
+                before = {name: before[name].detach().to(x.dtype) for name, x in held.items()}
+                for name, x in held.items():
+                    x.index_copy_(0, to, before[name])
+                outs.append(out)
+            found = group.put(outs[0] if len(outs) == 1 else torch.cat(outs, 1), found)
         assert found is not None, "a pass has tokens"  # noqa: S101
         return found
 
@@ -143,6 +149,11 @@ def _range_of(tables: Tensor) -> Tensor | slice:
     first, *others = tables[0].tolist()
     end = first + len(others) + 1
     return slice(first, end) if others == list(range(first + 1, end)) else tables
+
+
+def _pieces(tensors: Sequence[Tensor], number: int) -> Iterator[tuple[Tensor, ...]]:
+    """Return the tensors' tokens in a number of equal pieces, [R, S, ...] each."""
+    return zip(*(x.chunk(number, 1) for x in tensors), strict=True)
 
 
 def _zeroed(x: Tensor, where: Tensor) -> Tensor:

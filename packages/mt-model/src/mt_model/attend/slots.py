@@ -25,6 +25,10 @@ class Slots:
         lengths: Number of tokens that each request holds after this pass.
         states: Row of each request's recurrent states.
         scored: Places in the row of the tokens after which scores are wanted.
+        kept: Rows for the recurrent states after each of a request's new tokens, so that tokens can
+            be taken back: the request goes on from the row of the last one that stays. A request
+            of more than K new tokens, and each without `kept`, keeps the states after the last one
+            alone, in its row of `states`.
         memory_tables: Blocks of the encoder's tokens of each request (`EncoderDecoder.encode`);
             None without an encoder.
         memory_lengths: Number of these tokens.
@@ -33,7 +37,7 @@ class Slots:
 
     Shape:
         starts: [R + 1]; positions: [T] or [3, T]; places: [T]; tables: [R, P]; lengths, states,
-        memory_lengths, adapters: [R]; scored: [L]; memory_tables: [R, M].
+        memory_lengths, adapters: [R]; scored: [L]; kept: [R, K]; memory_tables: [R, M].
     """
 
     starts: Tensor
@@ -43,6 +47,7 @@ class Slots:
     lengths: Tensor
     states: Tensor
     scored: Tensor
+    kept: Tensor | None = None
     memory_tables: Tensor | None = None
     memory_lengths: Tensor | None = None
     adapters: Tensor | None = None
@@ -55,6 +60,7 @@ class Slots:
             "tables": (rows, *self.tables.shape[1:2]),
             "states": (rows,),
             "adapters": (rows,),
+            "kept": (rows, *(() if self.kept is None else self.kept.shape[1:2])),
         }
         for field in fields(self):
             x = getattr(self, field.name)

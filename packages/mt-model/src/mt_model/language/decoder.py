@@ -251,6 +251,41 @@ class GPT(Stack["ModelConfig"]):
             shared.saved.finish()
         return losses
 
+    @torch.no_grad()
+    def features(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run a pass over pages, and return scores and what `ahead` reads.
+
+        Args:
+            batch: `tokens`, `cache` and `slots`, as of `forward`.
+
+        Shape:
+            Returns the scores [1, L, vocab_size] of the scored tokens, and the output
+            [1, T, hidden] of the final norm.
+        """
+        check_batch(batch)
+        x, _ = self.run_layers(*self.begin(None, batch))
+        return cast("Tensor", self.finish(x, {}, batch)), self._normed(x)
+
+    @torch.no_grad()
+    def ahead(self, depth: int, features: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run an MTP module over pages, and return its scores and what the next module reads.
+
+        Args:
+            depth: Number of the module; the first is 1.
+            features: Features of tokens, from `features` or the module before.
+            batch: `tokens`, those `depth` places after these in their texts; `cache` of
+                `new_pages(mtp=True)`, and `slots` of the tokens of the features.
+
+        Shape:
+            features: [1, T, hidden]. Returns [1, L, vocab_size] and [1, T, hidden].
+        """
+        check_batch(batch)
+        tokens, slots = batch["tokens"], batch["slots"]
+        count, device = tokens.shape[1], tokens.device
+        shared = self._share(batch, self._positions(batch, count, device), count, device)
+        x, _ = self.mtp[depth - 1](features, self.embedding(tokens), shared)
+        return self.head(x.index_select(1, slots.scored), tied=self._tied), x
+
     def built_layers(self) -> Iterator[TransformerLayer]:
         """Return this stage's layers, with the MTP modules' layers on the last stage."""
         modules = cast("Iterable[MTPModule]", self.mtp if self.has_head else ())
@@ -388,11 +423,18 @@ class GPT(Stack["ModelConfig"]):
                 f"max_length={max_length} is not between 1 and max_sequence_length={limit}"
             )
         sizes = {"rows": batch_size, "length": max_length}
-        layers, formats = self._empty(kv_cache_dtype, sizes, batch_size=batch_size)
+        how = {"mixers": self.generating(), "batch_size": batch_size}
+        layers, formats = self._empty(kv_cache_dtype, sizes, **how)
         return KVCache(layers=layers, max_length=max_length, formats=formats)
 
     def new_pages(
-        self, *, blocks: int, block_size: int, states: int, kv_cache_dtype: KVFormat | str = "auto"
+        self,
+        *,
+        blocks: int,
+        block_size: int,
+        states: int,
+        kv_cache_dtype: KVFormat | str = "auto",
+        mtp: bool = False,
     ) -> Pages:
         """Make empty pages for the tokens of many requests, on this model's device.
 
@@ -401,6 +443,7 @@ class GPT(Stack["ModelConfig"]):
             block_size: Number of tokens of a block.
             states: Number of rows of recurrent states, one for each request that runs.
             kv_cache_dtype: Format of keys and values, as in `new_cache`.
+            mtp: Whether the layers of the MTP modules have pages too, for `ahead`.
 
         Raises:
             QuantizationError: There is no such format, or no layer keeps keys and values.
@@ -408,16 +451,24 @@ class GPT(Stack["ModelConfig"]):
         """
         sizes = {"rows": blocks, "length": block_size, "states": states}
         counts = {"blocks": blocks, "block_size": block_size, "states": states}
-        layers, formats = self._empty(kv_cache_dtype, sizes, **counts)
-        of_tokens = {i: mixer.token_cache for i, mixer in self.generating().items()}
+        mixers = self.generating()
+        if mtp:
+            behind = enumerate(self.config.mtp_layers, self.config.num_layers)
+            mixers |= {i: layer.mixer for i, layer in behind if layer.mixer is not None}
+        layers, formats = self._empty(kv_cache_dtype, sizes, mixers=mixers, **counts)
         rows = {
-            i: [name for name in tensors if name.removesuffix(SCALE) not in of_tokens[i]]
+            i: [name for name in tensors if name.removesuffix(SCALE) not in mixers[i].token_cache]
             for i, tensors in layers.items()
         }
         return Pages(layers=layers, block_size=block_size, formats=formats, states=rows)
 
     def _empty(
-        self, kv_cache_dtype: KVFormat | str, sizes: Mapping[str, int], **counts: int
+        self,
+        kv_cache_dtype: KVFormat | str,
+        sizes: Mapping[str, int],
+        *,
+        mixers: Mapping[int, MixerConfig],
+        **counts: int,
     ) -> tuple[dict[int, dict[str, Tensor]], dict[int, KVFormat]]:
         """Return empty tensors of each layer, and the formats of those in low precision."""
         for name, count in counts.items():
@@ -427,8 +478,8 @@ class GPT(Stack["ModelConfig"]):
         schemes = dict(self.kv_schemes) if kv_cache_dtype == "auto" else {}
         if kv_cache_dtype not in ("auto", "full"):
             check_keeps(self.config.mixers.values(), kv_cache_dtype)
-            schemes = chosen_schemes(kv_cache_dtype, self.generating(), self.kv_schemes)
-        layers = empty_layers(self.generating(), schemes, **sizes, shard=self.shard)
+            schemes = chosen_schemes(kv_cache_dtype, mixers, self.kv_schemes)
+        layers = empty_layers(mixers, schemes, **sizes, shard=self.shard)
         return layers, {index: scheme.format for index, scheme in schemes.items()}
 
     def round_kv(self, formats: Mapping[int, KVFormat]) -> None:

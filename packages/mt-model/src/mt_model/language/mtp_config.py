@@ -17,7 +17,7 @@ class MTPConfig:
 
     The model predicts the next token, and module k the token k further on, from the output of the
     module before and the embedding of that token's predecessor. Modules share the model's embedding
-    and head, and serve training only: scores and generation are the same without them.
+    and head. Scores are the same without them; in generation they may guess tokens (`GPT.ahead`).
 
     Attributes:
         depths: Number of modules, one after the other.
