@@ -108,7 +108,35 @@ def adapter(world: World, rng: random.Random, scratch: Path) -> None:
     demand(len(found) == 8, f"{len(found)} layers")
 
 
+def hostile_image(world: World, rng: random.Random, scratch: Path) -> None:
+    """Damage an image, or forge what makes pixel values of it: refused in words, or read."""
+    from mt_files import FileError, SchemaError
+    from mt_hf import ExchangeError, read_image_preprocessing
+    from PIL import Image
+
+    path, kind = scratch / "image", rng.choice(["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+    image = Image.effect_noise((rng.randint(1, 40), rng.randint(1, 40)), 50)
+    image.convert(rng.choice(["RGB", "L"])).save(path, kind)
+    given = {"size": {"shortest_edge": 8}, "crop_size": 8, "do_center_crop": True}
+    given |= {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "resample": 3}
+    if rng.random() < 0.5:
+        mutate(given, rng)
+    else:
+        for _ in range(rng.choice([1, 1, 5])):
+            flip_bit(path, rng)
+        path.write_bytes(path.read_bytes()[: rng.randint(0, 2 * path.stat().st_size)])
+    (scratch / "preprocessor_config.json").write_text(json.dumps(given))
+    try:
+        preprocessing = read_image_preprocessing(scratch)
+        found = None if preprocessing is None else preprocessing.pixels(path)
+    except (ExchangeError, FileError, SchemaError) as error:
+        demand(len(str(error)) < MESSAGE_BYTES, "a long message")
+        return
+    demand(found is None or found.shape[0] == 3, "no pixel values")
+
+
 ROWS = [
+    Row(name="images damaged, and preprocessing forged", attack=hostile_image, cases=200, sample=2),
     Row(name="adapters of PEFT damaged or forged", attack=adapter, cases=100),
     Row(name="folders of Hugging Face damaged", attack=damaged_folder, cases=100),
     Row(name="folders of Hugging Face forged", attack=forged_folder, cases=100),

@@ -1,11 +1,12 @@
 """Images become the pixel values that transformers' processors make."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from mt_files import SchemaError
-from mt_hf import ExchangeError, read_image_preprocessing
+from mt_hf import ExchangeError, ImagePreprocessing, read_image_preprocessing
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -55,6 +56,10 @@ def test_the_fields_of_a_processors_file_serve_too(tmp_path):
         ({"image_processor_type": "PixtralImageProcessor"}, "Pixtral"),
         ({"do_pad": True}, "do_pad"),
         ({"resample": "bicubic"}, "resample"),
+        ({"resample": 9}, "resample"),
+        ({"size": {"shortest_edge": 10**6}}, "size"),
+        ({"crop_size": -1}, "crop_size"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std"),
     ],
 )
 def test_steps_that_are_not_known_are_refused(tmp_path, fields, word):
@@ -73,3 +78,8 @@ def test_what_is_no_image_is_refused(tmp_path):
         ours.pixels(tmp_path / "image.png")
     with pytest.raises(ExchangeError, match="shortest_edge"):
         ours.pixels(picture("RGB", 5, 5))
+    wide = ImagePreprocessing(size=8000, image_mean=(0.5, 0.5))
+    with pytest.raises(ExchangeError, match="becomes"):
+        wide.pixels(picture("RGB", 5, 9000))
+    with pytest.raises(ExchangeError, match="image_mean"):
+        replace(wide, size=4).pixels(picture("RGB", 5, 5))

@@ -17,6 +17,7 @@ from mt_model import (
     AttentionConfig,
     EncoderDecoder,
     ImageInputConfig,
+    Kernels,
     MLPConfig,
     ModelConfig,
     RelativeConfig,
@@ -27,7 +28,7 @@ from mt_model import (
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_schedule import split_layers
 
-SIZES: dict[str, Any] = {"hidden_size": 32, "max_sequence_length": 64, "init_std": 0.4}
+SIZES: dict[str, Any] = {"max_sequence_length": 64, "init_std": 0.4}
 IMAGE = 60  # stands for an image of four tokens
 WAYS: dict[str, dict[str, Any]] = {
     "chunks": {"blocks": 200, "max_batch_tokens": 7, "prefix_cache": False},
@@ -42,21 +43,21 @@ CHOICES: list[dict[str, Any]] = [
 ]
 
 
-def t5(state: ParallelState | None = None) -> GPT:
-    attention = AttentionConfig(
-        num_heads=4, num_kv_heads=4, head_dim=8, scale=1.0, score_bias=RelativeConfig()
-    )
-    layers = encoder_decoder_layers(attention, MLPConfig(ffn_size=48), encoder=2, decoder=2)
+def t5(state: ParallelState | None = None, hidden_size: int = 32, ffn_size: int = 48) -> GPT:
+    heads = {"num_heads": 4, "num_kv_heads": 4, "head_dim": hidden_size // 4}
+    attention = AttentionConfig(**heads, scale=1.0, score_bias=RelativeConfig())
+    layers = encoder_decoder_layers(attention, MLPConfig(ffn_size=ffn_size), encoder=2, decoder=2)
     how = {"layers": layers, "encoder_layers": 2, "decoder_start": 3, "positions": "none"}
-    config = gpt(vocab_size=64, **SIZES, **how)
+    config = gpt(vocab_size=64, **SIZES, **how, hidden_size=hidden_size)
     return EncoderDecoder(config, state, **stage_of(config, state)).eval()
 
 
-def llava(state: ParallelState | None = None) -> GPT:
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "ffn_size": 16}
+def llava(state: ParallelState | None = None, hidden_size: int = 32, ffn_size: int = 48) -> GPT:
+    sizes = {"hidden_size": hidden_size, "num_layers": 2, "num_heads": 2, "ffn_size": ffn_size}
     tower = vit(**sizes, image_size=8, patch_size=4, pooling=None)
     images = ImageInputConfig(tower=tower, token_id=IMAGE)
-    config = gpt(vocab_size=64, **SIZES, num_layers=2, num_heads=4, images=images)
+    how = {"num_layers": 2, "num_heads": 4, "images": images, "ffn_size": ffn_size}
+    config = gpt(vocab_size=64, **SIZES, **how, hidden_size=hidden_size)
     return GPT(config, state, **stage_of(config, state)).eval()
 
 
@@ -195,6 +196,28 @@ def test_scores_follow_a_prompt_of_the_encoder_and_images() -> None:
     for given in ([5, IMAGE, 9, 3], whole[0], whole[0]):
         found = made.score(given, images=[picture.numpy()])
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_have_the_bits_of_the_trainers_forward(name, dtype) -> None:
+    config = MODELS[name](hidden_size=64, ffn_size=96).config
+    model = config.build(dtype=dtype, seed=3, kernels=Kernels(attention="invariant")).eval()
+    tokens = [int(each) for each in torch.arange(20).mul(7).remainder(59)]
+    start, how, given = [], {}, {}
+    if name == "t5":
+        start, how["prompt"] = [3], tokens[:9]
+        given["encoder_tokens"] = torch.tensor([tokens[:9]])
+    else:
+        tokens[2:6] = tokens[9:13] = [IMAGE] * 4
+        given["pixel_values"] = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+        given["pixel_values"] = given["pixel_values"].to(dtype)
+        how["images"] = given["pixel_values"]
+    fed = torch.tensor([start + tokens])
+    logits = model.logits(fed, **given)[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(1, fed[0, 1:, None])[:, 0]
+    options = EngineOptions(blocks=40, block_size=4, max_batch_tokens=6, batch_invariant=True)
+    assert torch.equal(Engine(model, options=options).score(tokens, **how), expected)
 
 
 def test_images_are_found_for_each_prompt() -> None:

@@ -23,6 +23,7 @@ from mt_model import (
     vit,
 )
 from mt_tokenizer import load_tokenizer, train_tokenizer
+from PIL import Image
 
 PROMPT = "to be"
 
@@ -71,7 +72,9 @@ def test_weights_without_a_tokenizer_are_refused(folder, tmp_path, generate) -> 
     assert "tokenizer" in err
 
 
-def test_a_model_that_takes_images_continues_texts_alone(folder, tmp_path, generate) -> None:
+def test_a_model_that_takes_images_continues_texts_with_and_without_them(
+    folder, tmp_path, generate
+) -> None:
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     (seen,) = tokenizer.encode("n")
     tower = vit(
@@ -81,9 +84,21 @@ def test_a_model_that_takes_images_continues_texts_alone(folder, tmp_path, gener
     )
     images = ImageInputConfig(tower=tower, token_id=seen)
     sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "max_sequence_length": 32}
-    save_pretrained(GPT(gpt(vocab_size=261, **sizes, images=images)), tmp_path / "llava")
+    config = gpt(vocab_size=261, **sizes, images=images, init_std=1)
+    save_pretrained(GPT(config), tmp_path / "llava")
     shutil.copy(folder / "tokenizer.json", tmp_path / "llava")
+    pictures = [tmp_path / "red.png", tmp_path / "blue.png"]
+    for path in pictures:
+        Image.new("RGB", (20, 10), path.stem).save(path)
+    asked = "--max-tokens", 6, "--greedy", "--image"
+    code, _, err = generate(tmp_path / "llava", *asked, pictures[0], prompt="nb")
+    assert code != 0
+    assert "preprocessor_config.json" in err
+    (tmp_path / "llava/preprocessor_config.json").write_text('{"size": {"height": 8, "width": 8}}')
     import_pretrained(tmp_path / "llava", tmp_path / "run")
+    texts = {generate(tmp_path / "run", *asked, path, prompt="nb")[:2] for path in pictures}
+    assert {code for code, _ in texts} == {0}
+    assert len(texts) == 2
     code, _, err = generate(tmp_path / "run", "--max-tokens", 2, prompt="b")
     assert code == 0, err
     code, _, err = generate(tmp_path / "run", "--max-tokens", 2, prompt="n")

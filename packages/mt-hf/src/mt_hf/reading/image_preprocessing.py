@@ -17,6 +17,7 @@ from mt_hf.reading.files import MAX_JSON, root_of
 _FILE, _NEWER_FILE = "preprocessor_config.json", "processor_config.json"
 _KINDS = ("CLIPImageProcessor", "SiglipImageProcessor", "ViTImageProcessor", "LlavaImageProcessor")
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_MAX_SIZE, _MAX_PIXELS, _MAX_FILTER = 1 << 13, 1 << 26, 5
 _BYTES = ("L", "RGB", "RGBA")  # modes of a byte for each channel
 _Size = int | Mapping[str, int] | None
 
@@ -61,6 +62,15 @@ class ImagePreprocessing:
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.done()
+        for name in ("size", "crop_size"):
+            given = getattr(self, name)
+            sizes = given.values() if isinstance(given, Mapping) else [given or 1]
+            if not all(0 < size <= _MAX_SIZE for size in sizes):
+                checks.add(name, f"{shorten(given)}: use 1 to {_MAX_SIZE}")
+        if not 0 <= self.resample <= _MAX_FILTER:
+            checks.add("resample", f"{self.resample}: use 0 to {_MAX_FILTER}")
+        if not all(self.image_std):
+            checks.add("image_std", f"{shorten(self.image_std)}: values are divided by it")
         kind = str(self.fields.get("image_processor_type", _KINDS[0]))
         if kind.removesuffix("Fast") not in _KINDS:
             text = f"image_processor_type {shorten(kind)} is none of {', '.join(_KINDS)}"
@@ -97,6 +107,11 @@ class ImagePreprocessing:
         if self.do_rescale:
             x = x * self.rescale_factor
         if self.do_normalize:
+            if not {len(self.image_mean), len(self.image_std)} <= {1, x.shape[2]}:
+                raise ExchangeError(
+                    f"image_mean and image_std have {len(self.image_mean)} and "
+                    f"{len(self.image_std)} values for {x.shape[2]} channels; give one each"
+                )
             x = (x - x.new_tensor(self.image_mean)) / x.new_tensor(self.image_std)
         return x.permute(2, 0, 1).float().contiguous()
 
@@ -105,6 +120,8 @@ class ImagePreprocessing:
         if "shortest_edge" in size:
             short = size["shortest_edge"]
             long = int(short * max(width, height) / min(width, height))
+            if short * long > _MAX_PIXELS:
+                raise ExchangeError(f"an image of {width} x {height} becomes {short} x {long}")
             return (short, long) if width <= height else (long, short)
         if "height" not in size or "width" not in size:
             raise ExchangeError(f"size {shorten(size)} has no height and width, or shortest_edge")
@@ -154,9 +171,13 @@ def _opened(path: Path) -> Any:
     with open_file(path) as file:
         try:
             image = Image.open(file, formats=_FORMATS)
-            image.load()
-        except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError) as error:
+            is_large = image.width * image.height > _MAX_PIXELS
+            if not is_large:
+                image.load()
+        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise ExchangeError(
                 f"{path}: is no image that pillow reads ({error}); use PNG or JPEG"
             ) from error
+    if is_large:
+        raise ExchangeError(f"{path}: {image.width} x {image.height} pixels are too many")
     return image
