@@ -174,6 +174,10 @@ def test_an_answer_ends_where_its_grammar_may_end_and_where_it_must() -> None:
     assert (len(cut.tokens), cut.end) == (9, "length")
     (empty,) = engine().generate("a", Sampling(regex="", max_tokens=9))
     assert (empty.tokens, empty.end) == ([], "stop")
+    (named,) = engine().generate("a", Sampling(grammar='start: "abc" <|eod|> "x"', max_tokens=9))
+    assert (named.text, named.end) == ("abc", "stop")
+    (other,) = engine(ends={5}).generate("a", Sampling(regex="abc(abc)*", **wish))
+    assert eod not in other.tokens
     (stopped,) = engine().generate("a", Sampling(regex="abcxyz", stop=["x"], max_tokens=9))
     assert (stopped.text, stopped.end) == ("abc", "stop")
 

@@ -31,17 +31,18 @@ class Grammar:
 
     Args:
         matcher: A matcher of llguidance that has read nothing.
-        vocab_size: Number of tokens to choose from.
+        tokenizer: Tokenizer of the continuation.
         ends: Tokens that end the continuation.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Iterable[int]) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
-        self._ends = [each for each in ends if each < vocab_size]
+    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, ends: Iterable[int]) -> None:
+        self._matcher, self._vocab_size = matcher, tokenizer.vocab_size
+        self._ends = {each for each in ends if each < tokenizer.vocab_size}
+        self._texts = self._ends.difference(tokenizer.special_tokens.values())
         self._read: list[int] = []
 
     def allowed(self, tokens: Sequence[int]) -> Tensor:
-        """Return which tokens may follow; the ends may where the grammar is complete.
+        """Return which tokens may follow; the ends may where the text is whole, or by their names.
 
         Shape:
             Returns [vocab], bool.
@@ -49,7 +50,9 @@ class Grammar:
         self._go_to(tokens)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         flags = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-        flags[self._ends] = self._matcher.is_accepting()
+        flags[list(self._texts)] = 0  # an end that is a text, too, is none in the middle
+        if self._matcher.is_accepting():
+            flags[list(self._ends)] = 1
         return torch.from_numpy(flags).bool()
 
     def is_over(self, tokens: Sequence[int]) -> bool:
@@ -108,7 +111,7 @@ class Grammars:
         if self._tokenizer is None:
             raise ValueError(f"{field}: the model has no tokenizer to read it with; leave it out")
         matcher = self._known(field, _source(field, getattr(sampling, field))).deep_copy()
-        grammar = Grammar(matcher, self._tokenizer.vocab_size, ends)
+        grammar = Grammar(matcher, self._tokenizer, ends)
         if not grammar.allowed([]).any():
             raise ValueError(f"{field}: {grammar.problem or _NO_WAY}; use another one")
         return grammar
@@ -153,8 +156,10 @@ class _Words:
                 self.tokens[number] = b""
         for name, number in tokenizer.special_tokens.items():
             self.tokens[number] = name.encode()
-        self.special_token_ids = sorted(tokenizer.special_tokens.values())
-        self.eos_token_id, self.bos_token_id = tokenizer.eod_id, None
+        # llguidance's own end is allowed after errors, too, so it is none of the model's tokens.
+        self.eos_token_id, self.bos_token_id = len(self.tokens), None
+        self.tokens.append(b"end")
+        self.special_token_ids = [*tokenizer.special_tokens.values(), self.eos_token_id]
 
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text that the grammar forces; the first of them is then chosen."""
