@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from mt_model.attend.cache import KVCache as KVCache
     from mt_model.attend.cache import Pages as Pages
     from mt_model.attend.context import ForwardContext as ForwardContext
+    from mt_model.attend.slots import Peers as Peers
     from mt_model.attend.slots import Slots as Slots
     from mt_model.block.initial import start_from as start_from
     from mt_model.block.losses import Losses as Losses

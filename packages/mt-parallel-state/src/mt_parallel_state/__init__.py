@@ -15,6 +15,7 @@ from mt_parallel_state.collectives import all_to_all as all_to_all
 from mt_parallel_state.collectives import apply_outside_graph as apply_outside_graph
 from mt_parallel_state.collectives import copy_to_group as copy_to_group
 from mt_parallel_state.collectives import gather_from_group as gather_from_group
+from mt_parallel_state.collectives import gather_rows as gather_rows
 from mt_parallel_state.collectives import group_rank as group_rank
 from mt_parallel_state.collectives import group_size as group_size
 from mt_parallel_state.collectives import outside_graph as outside_graph

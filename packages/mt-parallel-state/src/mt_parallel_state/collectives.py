@@ -6,7 +6,7 @@ input comes back unchanged and nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -116,6 +116,23 @@ def start_all_to_all_rows(
         return rows
 
     return Pending(cast(dist.Work, work), received, finish)
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup, counts: Sequence[int]) -> Tensor:
+    """Return the rows of all ranks in their order: an all-gather of padded rows, without gradients.
+
+    Args:
+        x: This rank's rows.
+        group: The ranks.
+        counts: Number of rows of each rank.
+    """
+    most = max(counts)
+    if not most:
+        return x
+    own = x.new_zeros((most, *x.shape[1:]))
+    own[: len(x)] = x
+    found = start_all_gather(own, group, 0).wait().split(most)
+    return torch.cat([rows[:count] for rows, count in zip(found, counts, strict=True)])
 
 
 class _Linear(torch.autograd.Function):

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from mt_model import GPT, EncoderDecoder, Pages, Slots
-from mt_parallel_state import ParallelState
+from mt_model import GPT, EncoderDecoder, Pages, Peers, Slots
+from mt_parallel_state import ParallelState, gather_rows
 from mt_pipeline import Executor, TensorSpec
 from mt_schedule import make_schedule
 from torch import Tensor
 
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.request import Part, Request, Span, StateCopy
+
+_LONG = 64  # tokens of a pass that ranks of cp share; they all run a shorter one
+_GROUP = 128  # tokens of a group, on which a stage works while the next one has those before
+Spans: TypeAlias = Sequence[Part | Span]
+Places: TypeAlias = Sequence[Sequence[int]]
 
 
 class Runner:
@@ -32,7 +37,7 @@ class Runner:
         features: What MTP modules read of the last pass; None without them.
 
     Raises:
-        ValueError: The model is a stage without its place, or ranks share sequences.
+        ValueError: The model is a stage without its place.
     """
 
     def __init__(
@@ -58,6 +63,9 @@ class Runner:
         self.by_length = any(each.angles(1) != each.angles(longest) for each in rotary)
         # A row for the states after each token that may be taken back.
         self._turns = 1 + options.num_drafts * bool(options.speculate and self.has_states)
+        # Keys that depend on the length of their pass, and states after each token, are of one.
+        self._can_cut = not self.by_length and self._turns == 1
+        self._peers = None if state is None else state.group("cp")
         self.wake()
 
     def wake(self) -> None:
@@ -102,7 +110,7 @@ class Runner:
             for x in self.pages.tensors(states=True):
                 x[own if copy.is_back else kept] = x[kept if copy.is_back else own]
 
-    def scores(self, parts: Sequence[Part | Span], places: Sequence[Sequence[int]]) -> Tensor:
+    def scores(self, parts: Spans, places: Places) -> Tensor:
         """Run the model over the parts of a pass.
 
         Args:
@@ -112,13 +120,40 @@ class Runner:
         Shape:
             Returns [number of places, vocab], with the vocabulary's padding.
         """
-        batch = self._batch(parts, places)
-        batch |= self._image_embeddings(batch["tokens"], parts)
         if self._has_mtp:
+            batch = self._batch(parts, places)
+            batch |= self._image_embeddings(batch["tokens"], parts)
             scores, self.features = self.model.features(batch)
             return scores[0]
-        length = batch["slots"].scored.shape[0]
-        return self._run(batch, length, self.model.config.vocab_size)[0]
+        total = sum(len(part.fed) for part in parts)
+        if self._peers is not None and total >= _LONG and self._can_cut:
+            return self._shared_scores(parts, places, total, self._peers)
+        groups = [(parts, places)]
+        if self._stages is not None and self._can_cut:
+            whole, rest = divmod(total, _GROUP)
+            groups = cut(parts, places, [_GROUP] * whole + [rest] * (rest > 0))
+        return self._scored([self._batch(*group) for group in groups], groups)
+
+    def _scored(
+        self, batches: Sequence[dict[str, Any]], groups: Sequence[tuple[Spans, Places]]
+    ) -> Tensor:
+        """Return the scores of the groups of a pass, one behind the other."""
+        for batch, (parts, _) in zip(batches, groups, strict=True):
+            batch |= self._image_embeddings(batch["tokens"], parts)
+        return torch.cat(self._run(batches, self.model.config.vocab_size), dim=1)[0]
+
+    def _shared_scores(
+        self, parts: Spans, places: Places, total: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Run a part of the tokens on each rank that shares sequences, and gather the scores."""
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        counts = [total * (index + 1) // size - total * index // size for index in range(size)]
+        shares = cut(parts, places, counts)
+        whole = self._batch(parts, places)["slots"].places
+        peers = Peers(group=group, counts=counts, places=whole)
+        own = {**self._batch(*shares[rank]), "peers": peers}
+        scores = self._scored([own], [shares[rank]])
+        return gather_rows(scores, group, [sum(map(len, wanted)) for _, wanted in shares])
 
     def ahead(
         self, depth: int, features: Tensor, spans: Sequence[Span], places: Sequence[Sequence[int]]
@@ -131,19 +166,22 @@ class Runner:
         scores, more = self.model.ahead(depth, features[None], self._batch(spans, places))
         return scores[0], more[0]
 
-    def _batch(
-        self, parts: Sequence[Part | Span], places: Sequence[Sequence[int]]
-    ) -> dict[str, Any]:
+    def _batch(self, parts: Spans, places: Places) -> dict[str, Any]:
         sizes = self._options.block_size, self._turns
         tokens, slots = slots_of(parts, places, sizes, self.device)
         return {"tokens": tokens, "cache": self.pages, "slots": slots}
 
-    def _run(self, batch: Mapping[str, Any], length: int, width: int) -> Tensor:
+    def _run(self, batches: Sequence[Mapping[str, Any]], width: int) -> list[Tensor]:
         """Run all stages, and return what the last one gives, [1, length, width]."""
         if self._stages is None:
-            return _stage(self.model, None, batch)
-        spec = TensorSpec((1, length, width), self.model.shard.dtype)
-        return self._stages.infer([batch], output=lambda batch: spec)[0]
+            return [_stage(self.model, None, batch) for batch in batches]
+
+        def output(batch: Mapping[str, Any]) -> TensorSpec:
+            slots = batch.get("slots")
+            length = len(batch["places"]) + 1 if slots is None else len(slots.scored)
+            return TensorSpec((1, length, width), self.model.shard.dtype)
+
+        return self._stages.infer(batches, output=output)
 
     def encode(self, request: Request) -> None:
         """Let the encoder read a request's source, and fill the blocks of its memory."""
@@ -155,7 +193,7 @@ class Runner:
             for x in (request.source, places)
         )
         batch = {"tokens": source[None], "cache": self.pages, "places": where}
-        self._run(batch, length + 1, self.model.config.hidden_size)
+        self._run([batch], self.model.config.hidden_size)
 
     def _image_embeddings(self, tokens: Tensor, parts: Sequence[Part | Span]) -> dict[str, Tensor]:
         """Return the embeddings of a pass with images; each image's features are made alone."""
@@ -208,22 +246,39 @@ def _stages_of(model: GPT, state: ParallelState) -> Executor[Mapping[str, Any]] 
 
 
 def _check_layout(model: GPT, state: ParallelState | None) -> None:
-    """Refuse ranks that share sequences, and a stage whose other stages are not known."""
+    """Refuse a stage whose other stages are not known."""
     held, pp = len(model.layer_range), 1 if state is None else state.size("pp")
     if (held < model.config.num_layers) != (pp > 1):
         raise ValueError(
             f"the model holds {held} of {model.config.num_layers} layers, and state has pp={pp}; "
             "give the state with which the model was built"
         )
-    if state is not None and state.size("cp") > 1:
-        raise ValueError(
-            f"cp={state.size('cp')}: pages need whole sequences; use tp, pp or ep in its place"
-        )
+
+
+def cut(parts: Spans, places: Places, sizes: Sequence[int]) -> list[tuple[Spans, Places]]:
+    """Return the parts of a pass in groups of some numbers of tokens, in their order."""
+    found: list[tuple[Spans, Places]] = []
+    todo = [
+        (part.request, part.start, part.fed, own) for part, own in zip(parts, places, strict=True)
+    ]
+    for size in sizes:
+        spans, wanted, room = list[Span](), list[list[int]](), size
+        while room:
+            request, start, fed, own = todo.pop(0)
+            count = min(room, len(fed))
+            spans.append(Span(request=request, start=start, fed=fed[:count]))
+            wanted.append([place for place in own if place < count])
+            if count < len(fed):
+                rest = [place - count for place in own if place >= count]
+                todo.insert(0, (request, start + count, fed[count:], rest))
+            room -= count
+        found.append((spans, wanted))
+    return found
 
 
 def slots_of(
-    parts: Sequence[Part | Span],
-    places: Sequence[Sequence[int]],
+    parts: Spans,
+    places: Places,
     sizes: tuple[int, int],
     device: torch.device,
 ) -> tuple[Tensor, Slots]:

@@ -85,7 +85,7 @@ def loaded_model(run: Run, state: ParallelState, options: EngineOptions, how: An
         how: `dtype`, `ema` and `kernels`; see `load_run`.
     """
     how = how | {"mtp": options.speculate == "mtp"}
-    if options.batch_invariant is not False:
+    if options.batch_invariant is not False and state.size("cp") == 1:
         kernels = replace(Kernels.of(how.get("kernels", "auto")), attention="invariant")
         model = built_model(run, state, **how | {"kernels": kernels})
         if options.batch_invariant or not obstacle_of(model, state):

@@ -17,7 +17,7 @@ from mt_model.attend.context import AttendingLayer, ForwardContext, Recalled, Re
 from mt_model.attend.invariant import KEYS
 from mt_model.attend.kept import KeptAttend, View
 from mt_model.attend.seen import seen
-from mt_model.attend.slots import Group, Slots
+from mt_model.attend.slots import Group, Peers, Slots
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,10 +29,12 @@ class PagedAttend(KeptAttend):
     Attributes:
         cache: Pages of this stage.
         slots: Requests of the pass.
+        peers: Ranks that share the tokens of the row; None for one.
     """
 
     cache: Pages
     slots: Slots
+    peers: Peers | None = None
     _views: dict[Any, list[View]] = field(default_factory=dict)
 
     @property
@@ -56,8 +58,12 @@ class PagedAttend(KeptAttend):
 
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
         """Store the new tokens; see `KeptAttend`."""
+        peers = self.peers
         for name, x in new.items():
-            self.cache.write(layer, name, x, self.slots.places)
+            if peers is None:
+                self.cache.write(layer, name, x, self.slots.places)
+            else:
+                self.cache.write(layer, name, peers.whole(x), peers.places)
 
     def read(self, layer: int, name: str, dtype: torch.dtype, view: View) -> Tensor:
         """Return the values of blocks; see `KeptAttend`."""

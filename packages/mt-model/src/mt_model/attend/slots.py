@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
+import torch.distributed as dist
+from mt_parallel_state import gather_rows
 from torch import Tensor
 
 
@@ -121,6 +124,26 @@ class Slots:
         rows = torch.tensor(own, device=device)
         places = {"rows": rows, "tokens": tokens}
         return Group(slots=self, count=count, blocks=blocks, length=length, **places)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Peers:
+    """The ranks that share a row of tokens: each runs its own, and keeps the keys of all.
+
+    Attributes:
+        group: The ranks, in the order of their tokens.
+        counts: Number of tokens of each.
+        places: `Slots.places` of the whole row; the slots of a rank are those of its tokens, as if
+            all before them were in the pages.
+    """
+
+    group: dist.ProcessGroup
+    counts: Sequence[int]
+    places: Tensor
+
+    def whole(self, row: Tensor) -> Tensor:
+        """Return a tensor of the whole row's tokens, [1, T of this rank, ...] -> [1, T, ...]."""
+        return gather_rows(row[0], self.group, self.counts)[None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

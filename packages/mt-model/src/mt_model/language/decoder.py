@@ -134,7 +134,8 @@ class GPT(Stack["ModelConfig"]):
                 count; `memory` and `memory_mask` for cross-attention, whole on every rank; and for
                 generation this stage's own `cache`, with which the last stage returns only the
                 logits after the last token of each row. With `slots` the tokens are one row of many
-                requests, the cache is `new_pages`, and there are logits of the scored tokens.
+                requests, the cache is `new_pages`, and there are logits of the scored tokens;
+                `peers` are ranks of which each has some of the row's tokens.
             labels: Next token after each token, int64; -100 does not count.
             sample_ids: Unique number of each training sample; needed with dropout in training.
 
@@ -512,7 +513,7 @@ class GPT(Stack["ModelConfig"]):
         """Check the length, and return the positions of this rank's tokens."""
         cache, slots = batch.get("cache"), batch.get("slots")
         if cache is not None:
-            self._check_whole_sequences("a cache")
+            self._check_whole_sequences("a cache", is_shared=slots is not None)
         if slots is not None:
             self._check_lengths(slots)
             return slots.positions if slots.positions.dim() == 1 else slots.positions[:, None]
@@ -578,7 +579,7 @@ class GPT(Stack["ModelConfig"]):
         attend: Attend = self.shard.context
         whole: int | Tensor = length
         if isinstance(cache, Pages):
-            attend = PagedAttend(cache=cache, slots=batch["slots"])
+            attend = PagedAttend(cache=cache, slots=batch["slots"], peers=batch.get("peers"))
             whole = batch["slots"].lengths_by_token()
         elif cache is not None:
             attend = CachedAttend(cache=cache, places=cache.places(length, device))
@@ -608,8 +609,8 @@ class GPT(Stack["ModelConfig"]):
                 f"larger max_sequence_length"
             )
 
-    def _check_whole_sequences(self, what: str) -> None:
-        if self.shard.context.group is not None:
+    def _check_whole_sequences(self, what: str, *, is_shared: bool = False) -> None:
+        if self.shard.context.group is not None and not is_shared:
             raise ValueError(
                 f"{what} needs whole sequences, and cp={self.shard.context.size} ranks share "
                 "them. Build the model with cp=1"
