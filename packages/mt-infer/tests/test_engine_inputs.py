@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from mt_infer import Completion, Engine, EngineOptions, PromptError, Sampling, StaticEngine
 from mt_infer.engine.prefix import extend_keys
-from mt_infer.engine.request import Image, Request
+from mt_infer.engine.request import Request
+from mt_infer.images import Image
 from mt_model import (
     GPT,
     AttentionConfig,
@@ -143,6 +145,8 @@ def test_a_request_has_its_own_tokens_and_logprobs(name) -> None:
     assert check(name, "evicted", 8, seed=1)["evictions"] > 0
     if name == "llava":
         assert check(name, "cached", 8, seed=1)["prefix_tokens"] > 8
+    else:
+        assert check(name, "guessed", 8, seed=1)["accepted"] > 0
 
 
 @pytest.mark.campaign
@@ -218,6 +222,22 @@ def test_scores_have_the_bits_of_the_trainers_forward(name, dtype) -> None:
     expected = logits.log_softmax(-1).gather(1, fed[0, 1:, None])[:, 0]
     options = EngineOptions(blocks=40, block_size=4, max_batch_tokens=6, batch_invariant=True)
     assert torch.equal(Engine(model, options=options).score(tokens, **how), expected)
+
+
+def test_a_model_that_sees_the_images_or_none_guesses_for_one_that_does() -> None:
+    calls, expected = alone("llava", 8, 1)
+    config = gpt(vocab_size=64, **SIZES, hidden_size=32, num_layers=1, num_heads=4)
+    blind = GPT(config, dtype=torch.float64, seed=3).eval()
+    for guessing, least in ((llava(), 20), (blind, 0)):
+        options = EngineOptions(blocks=60, block_size=4, max_batch_tokens=9, speculate=guessing)
+        made = Engine(model_of("llava"), options=options)
+        given = {name: [each[name] for each in calls] for name in calls[0]}
+        found = made.generate(**given)
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
+        assert made.stats()["accepted"] > least
+    other = GPT(replace(config, images=llava(hidden_size=64).config.images), seed=3).eval()
+    with pytest.raises(ValueError, match="images"):
+        Engine(model_of("llava"), options=EngineOptions(speculate=other))
 
 
 def test_images_are_found_for_each_prompt() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from mt_infer.engine.blocks import BlockPool
 from mt_infer.engine.prefix import salt_of
-from mt_infer.engine.request import Image, Part, Request
+from mt_infer.engine.request import Part, Request
 from mt_infer.engine.scheduler import Scheduler
+from mt_infer.images import Image
 
 
 class World:

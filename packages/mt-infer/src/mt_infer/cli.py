@@ -289,7 +289,7 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampl
 
 def _tokens(command: Generate, run: Run) -> list[int]:
     """Return the prompt's tokens, with those of its images."""
-    from mt_infer.engine.images import place_images
+    from mt_infer.images import place_images
     from mt_infer.text import check_prompt, encode_prompt
 
     tokens = encode_prompt(command.prompt, run.tokenizer, run.config)

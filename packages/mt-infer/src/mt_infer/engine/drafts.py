@@ -259,6 +259,8 @@ def _obstacle(runner: Runner, how: object) -> str | None:
         )
     if config.encoder_layers or how.config.encoder_layers:
         return "a model guesses for a decoder, and not behind an encoder; use ngram"
+    if how.config.images is not None and how.config.images != config.images:
+        return "it takes other images than the model; use one that takes none, or the same"
     return None
 
 

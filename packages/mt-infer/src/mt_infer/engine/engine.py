@@ -21,11 +21,11 @@ from torch import Tensor
 from mt_infer.completion import Completion, Delta
 from mt_infer.engine.adapters import AdapterNames, AdapterSource, adapter_of_each
 from mt_infer.engine.answer import Answer, all_ended, any_ready, completed, news_of
-from mt_infer.engine.images import Images, Pixels, images_of_each
 from mt_infer.engine.intake import Given, Intake, Prompt, Prompts, as_list
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.weights import WORLD, Weights, loaded_model, obstacle_of, with_draft
+from mt_infer.images import Images, Pixels, images_of_each
 from mt_infer.loading import Run, open_run, same_run
 from mt_infer.sampling import Sampling
 from mt_infer.text import TextStream

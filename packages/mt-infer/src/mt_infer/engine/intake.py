@@ -12,8 +12,8 @@ from mt_tokenizer import Tokenizer
 
 from mt_infer.engine.answer import Answer, is_wanted
 from mt_infer.engine.grammar import Grammars
-from mt_infer.engine.images import Pixels, Preprocess, place_images
-from mt_infer.engine.request import Image, Request
+from mt_infer.engine.request import Request
+from mt_infer.images import Image, Pixels, Preprocess, place_images
 from mt_infer.sampling import Sampling
 from mt_infer.text import PromptError, StopTexts, check_prompt, check_tokens, encode_prompt
 

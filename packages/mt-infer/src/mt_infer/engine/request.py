@@ -5,24 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Image:
-    """An image among the tokens of a request.
-
-    Attributes:
-        start: Place of its first token.
-        end: Place behind its last token.
-        digest: Hash of its pixels.
-        pixels: Its pixel values.
-    """
-
-    start: int
-    end: int
-    digest: bytes
-    pixels: Any
+if TYPE_CHECKING:
+    from mt_infer.images import Image  # imports torch
 
 
 @dataclass(eq=False, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -11,7 +12,6 @@ import torch
 from mt_model import ImageInputConfig, ModelConfig, expand_image_tokens
 from torch import Tensor
 
-from mt_infer.engine.request import Image
 from mt_infer.text import PromptError
 
 _DIMS = 3  # channels, height, width
@@ -21,6 +21,23 @@ a path or an image of pillow."""
 Preprocess: TypeAlias = Callable[[Any], Tensor]
 Images: TypeAlias = Sequence[Pixels | Sequence[Pixels] | None] | Pixels | None
 """Images of each prompt, or of one alone; see `images_of_each`."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Image:
+    """An image among the tokens of a request.
+
+    Attributes:
+        start: Place of its first token.
+        end: Place behind its last token.
+        digest: Hash of its pixels.
+        pixels: Its pixel values.
+    """
+
+    start: int
+    end: int
+    digest: bytes
+    pixels: Any
 
 
 def images_of_each(images: Images, prompts: int) -> list[list[Pixels]]:
