@@ -40,7 +40,7 @@ def test_guesses_do_not_change_the_distribution(number, monkeypatch) -> None:
     def guess(tokens: list[int], most: int) -> list[int]:
         return [rng.randrange(VOCAB) for _ in range(most)]
 
-    monkeypatch.setattr("mt_infer.engine.loop.ngram_drafts", guess)
+    monkeypatch.setattr("mt_infer.engine.drafts.ngram_drafts", guess)
     options = EngineOptions(
         blocks=200, block_size=8, speculate="ngram", batch_invariant=False, prefix_cache=False
     )

@@ -103,6 +103,7 @@ GRAMMARS: list[dict[str, Any]] = [
 WAYS: list[dict[str, Any]] = [
     {"blocks": 11, "max_batch": 4, "max_batch_tokens": 9},
     {"blocks": 40, "speculate": "ngram", "prefix_cache": False},
+    {"blocks": 40, "speculate": model()},
 ]
 
 
