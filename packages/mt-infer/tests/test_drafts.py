@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 from mt_infer import Engine, EngineOptions, Sampling
-from mt_model import GPT, LongropeScaling, MTPConfig, RopeConfig, gpt
+from mt_model import (
+    GPT,
+    AttentionConfig,
+    Kernels,
+    LayerConfig,
+    LongropeScaling,
+    Mamba2Config,
+    MLPConfig,
+    MTPConfig,
+    RopeConfig,
+    gpt,
+)
 from test_engine import MODELS, SIZES, WAYS, alone, check, model_of, requests
 from torch import Tensor
 
@@ -41,9 +52,9 @@ def test_a_model_that_guesses_its_own_tokens_is_always_right(way) -> None:
     assert stats["passes"] < plain.stats()["passes"] / 2
 
 
-@pytest.mark.parametrize("name", ["mamba2", "delta"])
-def test_recurrent_layers_take_back_guesses_that_are_right_at_first(name, monkeypatch) -> None:
-    rng, (asked, expected) = random.Random(3), alone(name, 8, 1)
+def often_right(asked: Any, expected: Any) -> Any:
+    """What guesses the tokens of known texts, of which the last ones are wrong."""
+    rng = random.Random(3)
     whole = [[*prompt, *done.tokens] for (prompt, _), done in zip(asked, expected, strict=True)]
 
     def drawn(tokens: list[int], most: int) -> list[int]:
@@ -51,10 +62,35 @@ def test_recurrent_layers_take_back_guesses_that_are_right_at_first(name, monkey
         right = known[len(tokens) : len(tokens) + rng.randint(0, most)]
         return [*right, *([0] * most)][:most]
 
-    monkeypatch.setattr("mt_infer.engine.drafts.ngram_drafts", drawn)
+    return drawn
+
+
+@pytest.mark.parametrize("name", ["mamba2", "delta"])
+def test_recurrent_layers_take_back_guesses_that_are_right_at_first(name, monkeypatch) -> None:
+    monkeypatch.setattr("mt_infer.engine.drafts.ngram_drafts", often_right(*alone(name, 8, 1)))
     for way in ("guessed", "evicted"):
         stats = check(name, way, 8, seed=1, speculate="ngram", num_drafts=3)
         assert 20 < stats["accepted"] < stats["drafted"] - 20
+
+
+def test_guesses_and_kept_states_change_no_bit(monkeypatch) -> None:
+    mixers = (
+        Mamba2Config(num_heads=4, head_dim=16, state_size=16),
+        AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig()),
+    )
+    stack = [LayerConfig(mixer=mixer, feed_forward=MLPConfig(ffn_size=96)) for mixer in mixers]
+    sizes = {name: size for name, size in SIZES.items() if name != "num_layers"}
+    config = gpt(**sizes | {"hidden_size": 64}, layers=stack)
+    model = GPT(config, dtype=torch.bfloat16, seed=3, kernels=Kernels(attention="invariant")).eval()
+    asked = requests(random.Random(7), 8)
+    plain = EngineOptions(max_batch=1, prefix_cache=False, batch_invariant=True)
+    expected = [Engine(model, options=plain).generate(*each)[0] for each in asked]
+    monkeypatch.setattr("mt_infer.engine.drafts.ngram_drafts", often_right(asked, expected))
+    made = Engine(model, options=EngineOptions(block_size=4, speculate="ngram", **WAYS["evicted"]))
+    prompts, how = zip(*asked, strict=True)
+    assert made.generate(list(prompts), list(how)) == expected
+    stats = made.stats()
+    assert min(stats["accepted"], stats["prefix_tokens"], stats["evictions"]) > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])

@@ -51,10 +51,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
 OPTIONS: dict[str, Any] = {"blocks": 18, "block_size": 4, "max_batch": 5, "max_batch_tokens": 11}
 
 
-def built(name: str, state: ParallelState, **how: Any) -> GPT:
+def built(name: str, state: ParallelState, seed: int = 3, **how: Any) -> GPT:
     config = gpt(**SIZES, layers=MODELS[name])
     layers = split_layers(config.num_layers, state.size("pp"))[state.index("pp")]
-    return GPT(config, state, layers=layers, seed=3, **how).eval()
+    return GPT(config, state, layers=layers, seed=seed, **how).eval()
 
 
 def requests(number: int) -> list[tuple[list[int], Sampling]]:
@@ -83,13 +83,15 @@ def on_ranks(name: str, layout: dict[str, int], asked: Any, options: dict[str, A
     runner._LONG, runner._GROUP = 5, 4  # so that ranks share passes, and stages work side by side
     with ParallelState(ParallelLayout(**layout)) as state:
         model = built(name, state, dtype=torch.float64)
+        if options.get("speculate") in MODELS:  # a model that guesses is shared alike
+            options = options | {"speculate": built(options["speculate"], state, seed=5)}
         engine = Engine(model, state=state, options=EngineOptions(**OPTIONS | options))
         return answers(engine, asked), engine.stats()
 
 
 def check(ranks: Any, name: str, layout: str, number: int, **options: Any) -> dict[str, int]:
     asked, world = requests(number), 4 if "," in layout else 2
-    expected = one_process(name, asked, **options)
+    expected = one_process(name, asked, **options | {"speculate": None})
     call = partial(on_ranks, name, LAYOUTS[layout], asked, options)
     (found, stats), *_ = ranks(world, call)
     for (tokens, end, logprobs), (own, own_end, own_logprobs) in zip(found, expected, strict=True):
@@ -116,6 +118,11 @@ def test_ranks_give_the_tokens_of_one_process(ranks, name, layout) -> None:
 def test_stages_verify_guesses_and_start_from_cached_blocks(ranks) -> None:
     stats = check(ranks, "dense", "pp 2", 6, blocks=64, max_batch_tokens=30, speculate="ngram")
     assert stats["accepted"] > 0
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
+def test_ranks_share_a_model_that_guesses(ranks, layout) -> None:
+    assert check(ranks, "hybrid", layout, 6, speculate="dense")["drafted"] > 0
 
 
 @pytest.mark.campaign

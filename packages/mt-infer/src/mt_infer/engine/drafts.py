@@ -29,10 +29,13 @@ class NgramDrafter:
 
     Args:
         options: Sizes and switches of the engine.
+
+    Attributes:
+        runners: Models that guess, if any; the engine's own may be one.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
-        self._most = options.num_drafts
+    def __init__(self, options: EngineOptions, *runners: Runner) -> None:
+        self._most, self.runners = options.num_drafts, runners
 
     def guess(self, request: Request, most: int) -> list[int]:
         """Return at most some guesses of a request's next tokens, or as many zeros to fill."""
@@ -50,12 +53,6 @@ class NgramDrafter:
     def keep(self, parts: Sequence[Part]) -> None:
         """Keep what the next guesses need of the pass's parts, whose requests have gone on."""
 
-    def sleep(self) -> None:
-        """Free the pages."""
-
-    def wake(self) -> None:
-        """Make the pages."""
-
 
 class ScoredDrafter(NgramDrafter, ABC):
     """Guesses that a model's scores choose, by the keys of the draws that verify them.
@@ -69,7 +66,7 @@ class ScoredDrafter(NgramDrafter, ABC):
     least_rounds = 1
 
     def __init__(self, runner: Runner, options: EngineOptions, vocab_size: int) -> None:
-        super().__init__(options)
+        super().__init__(options, runner)
         self._runner, self._vocab_size = runner, vocab_size
         self._longest = runner.model.config.max_sequence_length
 
@@ -128,14 +125,6 @@ class ModelDrafter(ScoredDrafter):
     def unseen(self, part: Part, chosen: int) -> int:
         """Return 1 if all guesses were right: the model has not read the last of them."""
         return int(0 < len(part.drafts) < chosen)
-
-    def sleep(self) -> None:
-        """Free the pages."""
-        self._runner.sleep()
-
-    def wake(self) -> None:
-        """Make the pages."""
-        self._runner.wake()
 
 
 class MTPDrafter(ScoredDrafter):

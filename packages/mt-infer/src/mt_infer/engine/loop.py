@@ -15,7 +15,7 @@ from mt_infer.engine.adapters import Adapters
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.blocks import BlockPool
 from mt_infer.engine.chooser import Drawn, Wanted, choose_next, follow
-from mt_infer.engine.drafts import NgramDrafter, drafter_of
+from mt_infer.engine.drafts import drafter_of
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.prefix import salt_of
 from mt_infer.engine.request import Part, Request
@@ -130,9 +130,9 @@ class Loop:
         self.adapters.drop_unused(request.adapter for request in self._answers)
 
     @property
-    def models(self) -> list[Runner | NgramDrafter]:
-        """Return what has pages."""
-        return [self.runner] if self.drafter is None else [self.runner, self.drafter]
+    def runners(self) -> set[Runner]:
+        """The models that have pages."""
+        return {self.runner, *(() if self.drafter is None else self.drafter.runners)}
 
     def _salt(self, request: Request) -> bytes:
         return salt_of(version=self._version, adapter=request.adapter)

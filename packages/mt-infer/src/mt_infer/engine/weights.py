@@ -59,12 +59,12 @@ class Weights:
     def sleep(self) -> None:
         """Free the memory of keys and values; see `Engine.sleep`."""
         self._loop.forget(self._loop.step_of_weights)
-        for each in self._loop.models:
+        for each in self._loop.runners:
             each.sleep()
 
     def wake(self) -> None:
         """Make the memory of keys and values anew; see `Engine.wake`."""
-        for each in self._loop.models:
+        for each in self._loop.runners:
             each.wake()
 
     @contextmanager
