@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,3 +174,17 @@ def wrong_layouts() -> None:
 
 def test_stages_without_their_layout_are_refused(ranks) -> None:
     ranks(2, wrong_layouts)
+
+
+def from_a_run(run: Path) -> list[int]:
+    with ParallelState(ParallelLayout(pp=2)) as state:
+        engine = Engine.from_folder(run, state=state, blocks=16, block_size=4)
+        return engine.generate("to be", Sampling(seed=3, max_tokens=8))[0].tokens
+
+
+def test_stages_read_a_run(ranks, write_run, tmp_path) -> None:
+    sizes = {"vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
+    run = write_run(tmp_path / "run", gpt(**sizes, max_sequence_length=32, init_std=0.4))
+    how = Sampling(seed=3, max_tokens=8)
+    expected = Engine.from_folder(run, blocks=16, block_size=4).generate("to be", how)[0].tokens
+    assert ranks(2, partial(from_a_run, run)) == [expected] * 2

@@ -373,7 +373,7 @@ def fill_weights(model: GPT, run: Run, state: ParallelState, *, ema: bool = Fals
     place = (state.layout, state.rank)
     shards += param_shards(buffers.items(), *place, prefix=RunFolder.WEIGHTS, params=buffers)
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
-    ignore = tuple(unused) if len(model.mtp) else (*unused, f"{wanted}/mtp.")
+    ignore = tuple(unused) if model.config.mtp else (*unused, f"{wanted}/mtp.")
     load_checkpoint(run.source, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
     for shard in shards:
         if shard.tensor.numel() and not all(map(torch.isfinite, shard.tensor.aminmax())):
