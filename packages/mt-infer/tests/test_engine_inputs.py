@@ -296,13 +296,28 @@ def test_a_block_is_known_by_the_images_that_begin_in_it_or_before() -> None:
 
 def two_ranks(name: str, axis: str) -> list[Any]:
     with ParallelState(ParallelLayout(**{axis: 2})) as state:
-        options = EngineOptions(blocks=60, block_size=4)
+        options = EngineOptions(blocks=200, block_size=4)
         made = Engine(MODELS[name](state), state=state, options=options)
-        return [made.generate(**call)[0].tokens for call in asked(name, 4, seed=5)]
+        calls = asked(name, 8, seed=1)
+        found = made.generate(**{key: [call[key] for call in calls] for key in calls[0]})
+        return [each.tokens for each in found]
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [("t5", "tp"), ("t5", "pp"), ("llava", "tp"), ("llava", "pp"), ("llava", "cp")],
+)
 def test_ranks_that_share_a_model_agree(ranks, name, axis) -> None:
-    expected = [each.tokens for each in alone(name, 4, 5)[1]]
+    expected = [each.tokens for each in alone(name, 8, 1)[1]]
     assert ranks(2, partial(two_ranks, name, axis)) == [expected] * 2
+
+
+def shared_encoder() -> str:
+    with ParallelState(ParallelLayout(cp=2)) as state:
+        with pytest.raises(ValueError, match="cp=2") as caught:
+            Engine(t5(state), state=state)
+        return str(caught.value)
+
+
+def test_an_encoder_whose_text_ranks_would_share_is_refused(ranks) -> None:
+    assert all("tp" in message for message in ranks(2, shared_encoder))

@@ -122,7 +122,6 @@ class Runner:
         """
         if self._has_mtp:
             batch = self._batch(parts, places)
-            batch |= self._image_embeddings(batch["tokens"], parts)
             scores, self.features = self.model.features(batch)
             return scores[0]
         total = sum(len(part.fed) for part in parts)
@@ -138,8 +137,9 @@ class Runner:
         self, batches: Sequence[dict[str, Any]], groups: Sequence[tuple[Spans, Places]]
     ) -> Tensor:
         """Return the scores of the groups of a pass, one behind the other."""
+        features: dict[bytes, Tensor] = {}
         for batch, (parts, _) in zip(batches, groups, strict=True):
-            batch |= self._image_embeddings(batch["tokens"], parts)
+            self._put_images(batch, parts, features)
         return torch.cat(self._run(batches, self.model.config.vocab_size), dim=1)[0]
 
     def _shared_scores(
@@ -195,24 +195,32 @@ class Runner:
         batch = {"tokens": source[None], "cache": self.pages, "places": where}
         self._run([batch], self.model.config.hidden_size)
 
-    def _image_embeddings(self, tokens: Tensor, parts: Sequence[Part | Span]) -> dict[str, Tensor]:
-        """Return the embeddings of a pass with images; each image's features are made alone."""
-        embeddings, made, start = None, dict[bytes, Tensor](), 0
+    def _put_images(
+        self, batch: dict[str, Any], parts: Spans, features: dict[bytes, Tensor]
+    ) -> None:
+        """Give a batch the embeddings of its tokens, if images are among them.
+
+        Args:
+            batch: The batch.
+            parts: Its parts.
+            features: Features of the pass's images by their digests, each of which is made alone.
+        """
+        start = 0
         for part in parts:
             held, count = part.start, len(part.fed)
             for image in part.request.images:
                 first, last = max(image.start, held), min(image.end, held + count)
                 if first >= last or self.model.images is None:
                     continue
-                if embeddings is None:
-                    embeddings = self.model.embedding(tokens)
-                if image.digest not in made:
-                    pixels = image.pixels.to(self.device, embeddings.dtype)
-                    made[image.digest] = self.model.images.features(pixels[None])[0]
-                features = made[image.digest][first - image.start : last - image.start]
-                embeddings[0, start + first - held : start + last - held] = features
+                x = batch.get("embeddings")
+                if x is None:
+                    x = batch["embeddings"] = self.model.embedding(batch["tokens"])
+                if image.digest not in features:
+                    pixels = image.pixels.to(self.device, x.dtype)
+                    features[image.digest] = self.model.images.features(pixels[None])[0]
+                own = features[image.digest][first - image.start : last - image.start]
+                x[0, start + first - held : start + last - held] = own
             start += count
-        return {} if embeddings is None else {"embeddings": embeddings}
 
 
 def _stage(model: GPT, x: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
@@ -246,7 +254,11 @@ def _stages_of(model: GPT, state: ParallelState) -> Executor[Mapping[str, Any]] 
 
 
 def _check_layout(model: GPT, state: ParallelState | None) -> None:
-    """Refuse a stage whose other stages are not known."""
+    """Refuse a stage whose other stages are not known, and an encoder that cp would share."""
+    if state is not None and state.size("cp") > 1 and model.config.encoder_layers:
+        raise ValueError(
+            f"cp={state.size('cp')}: an encoder reads a text on one rank; use tp or pp in its place"
+        )
     held, pp = len(model.layer_range), 1 if state is None else state.size("pp")
     if (held < model.config.num_layers) != (pp > 1):
         raise ValueError(
