@@ -64,6 +64,22 @@ def test_an_id_of_the_hub_is_found_in_its_cache(folder, tmp_path, generate, monk
     assert generate("acme/other", *asked, prompt=PROMPT)[0] != 0
 
 
+def test_a_prompt_is_said_in_the_chat_template(folder, tmp_path, generate) -> None:
+    source = "{% for m in messages %}<{{ m.role }}> {{ m.content }} {% endfor %}to"
+    (folder / "chat_template.jinja").write_text(source)
+    import_pretrained(folder, tmp_path / "run")
+    asked = ["--max-tokens", 8, "--greedy"]
+    for given in (folder, tmp_path / "run"):
+        said = generate(given, *asked, "--chat", "--system", "be", prompt="or not")
+        assert said[0] == 0, said
+        assert said[1] == generate(given, *asked, prompt="<system> be <user> or not to")[1]
+    assert generate(folder, *asked, "--system", "be")[0] == 2
+    (folder / "chat_template.jinja").unlink()
+    code, _, err = generate(folder, *asked, "--chat")
+    assert code == 1
+    assert "chat_template" in err
+
+
 def test_weights_without_a_tokenizer_are_refused(folder, tmp_path, generate) -> None:
     (folder / "tokenizer.json").unlink()
     import_pretrained(folder, tmp_path / "run")

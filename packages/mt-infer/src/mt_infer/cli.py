@@ -43,6 +43,11 @@ class Generate:
     local cache, such as Qwen/Qwen3-0.6B."""
     prompt: str
     """The text to continue; - reads it from standard input."""
+    chat: bool = False
+    """The prompt is what a user says: it is written by the model's chat template, and the answer is
+    what the model says; needs mt-infer[chat]."""
+    system: str | None = None
+    """What the system says before the user, with --chat."""
     image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     """A file with an image, for one image token of the prompt; may be given several times."""
     step: int | None = None
@@ -181,6 +186,10 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
         raise ValueError(f"--max-tokens {command.max_tokens}: use 1 or more")
     if "" in command.stop:
         raise ValueError("--stop '': every text has it; name a text of one character or more")
+    if command.system is not None and not command.chat:
+        raise ValueError("--system is said in a conversation; add --chat, or leave it out")
+    if command.chat and command.cuda_graphs:
+        raise ValueError("--chat does not go with --cuda-graphs: leave one out")
     if command.greedy and command.temperature not in (None, 0.0):
         raise ValueError(
             f"--greedy and --temperature {command.temperature} contradict each other: leave one out"
@@ -292,10 +301,25 @@ def _tokens(command: Generate, run: Run) -> list[int]:
     from mt_infer.images import place_images
     from mt_infer.text import check_prompt, encode_prompt
 
-    tokens = encode_prompt(command.prompt, run.tokenizer, run.config)
+    prompt = _prompt(command, run)
+    is_text = isinstance(prompt, str)
+    tokens = encode_prompt(prompt, run.tokenizer, run.config) if is_text else prompt
     tokens, _ = place_images(tokens, command.image, run.config, run.pixels)
     check_prompt(tokens, run.config)
     return tokens
+
+
+def _prompt(command: Generate, run: Run) -> str | list[int]:
+    """Return the prompt, which with --chat is what the chat template makes of it."""
+    if not command.chat:
+        return command.prompt
+    from mt_tokenizer import ChatTemplate
+
+    messages = [{"role": "user", "content": command.prompt}]
+    if command.system is not None:
+        messages.insert(0, {"role": "system", "content": command.system})
+    with ChatTemplate.from_folder(run.hugging_face) as template:
+        return run.tokenizer.encode_chat(template.render(messages))
 
 
 def _as_arguments(command: Generate, step: int | None) -> list[str]:
@@ -343,7 +367,7 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
         name = None if command.adapter is None else str(command.adapter)
         if name is not None:
             engine.load_adapter(name, name)
-        return engine.generate(command.prompt, sampling, [list(command.image)], name)[0]
+        return engine.generate(_prompt(command, run), sampling, [list(command.image)], name)[0]
 
 
 def _blocks(command: Generate, run: Run, size: int) -> int:

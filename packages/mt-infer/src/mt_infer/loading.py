@@ -83,6 +83,11 @@ class Run:
     step: int | None = None
 
     @property
+    def hugging_face(self) -> Path:
+        """The folder of Hugging Face that it is, or that the run started from."""
+        return self.folder if self.step is None else RunFolder(self.folder).hugging_face
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer, for what needs one.
 
@@ -113,8 +118,7 @@ class Run:
 
     @cached_property
     def _preprocessing(self) -> ImagePreprocessing | None:
-        kept = RunFolder(self.folder).hugging_face
-        return read_image_preprocessing(self.folder if self.step is None else kept)
+        return read_image_preprocessing(self.hugging_face)
 
 
 @contextmanager
