@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 from family_row import ROWS
+from llava_row import ROW as LLAVA_ROW
 from mt_hf import ExchangeError, export_lora, from_pretrained, open_pretrained, read_lora
 from mt_model import GPT, gpt
 from mt_tensor_parallel import LoraLinear, add_lora, lora_state
@@ -77,7 +78,10 @@ def dense(folder) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.generates], ids=lambda row: row.name)
+DECODERS = [row for row in (*ROWS, LLAVA_ROW) if row.generates]
+
+
+@pytest.mark.parametrize("row", DECODERS, ids=lambda row: row.name)
 def test_an_adapter_does_to_our_layers_what_it_does_to_the_folders(saved, tmp_path, row) -> None:
     folder, _ = saved(row, 0)
     stored, tensors = load_file(folder / "model.safetensors"), {}
@@ -85,7 +89,8 @@ def test_an_adapter_does_to_our_layers_what_it_does_to_the_folders(saved, tmp_pa
     for number, name in enumerate(dict.fromkeys(dense(folder))):
         out, into = stored[f"{name}.weight"].shape[:: -1 if transposed else 1]
         a, b = torch.randn(1 + number % 3, into), torch.randn(out, 1 + number % 3)
-        tensors |= {f"base_model.model.{name}.lora_{s}.weight": x for s, x in (("A", a), ("B", b))}
+        known = row.in_memory(f"{name}.weight").removesuffix(".weight")
+        tensors |= {f"base_model.model.{known}.lora_{s}.weight": x for s, x in (("A", a), ("B", b))}
         stored[f"{name}.weight"] += (b @ a).T if transposed else b @ a
     shutil.copytree(folder, tmp_path / "merged")
     save_file(stored, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})

@@ -234,4 +234,5 @@ FAMILY = Family(
     write=_write,
     links=_links,
     copies=(),
+    renames=(("model.", "backbone."),),  # the model's own names, which adapters have
 )
