@@ -27,6 +27,7 @@ CONFIG = gpt(
 LAYERS = ("mixer.qkv", "mixer.out", "feed_forward.up", "feed_forward.down")
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16)
 PROMPTS = [[(7 * i + 3 * j) % 61 for j in range(4 + 3 * i)] for i in range(len(RANKS) + 1)]
+LONG = [(7 * i + i * i) % 61 for i in range(64)]  # enough for ranks of cp to share it
 NAMES = [f"rank {rank}" for rank in RANKS]
 
 
@@ -34,8 +35,9 @@ def model(
     state: ParallelState | None = None,
     dtype: torch.dtype = torch.float32,
     layers: range | None = None,
+    attention: str = "invariant",
 ) -> GPT:
-    kernels = Kernels(attention="invariant")
+    kernels = Kernels(attention=attention)
     return GPT(CONFIG, state, layers=layers, dtype=dtype, seed=3, kernels=kernels).eval()
 
 
@@ -149,20 +151,20 @@ def test_new_weights_keep_the_adapters() -> None:
 def on_two_ranks(layout: str, tensors: dict[str, Tensor]) -> list[Tensor]:
     with ParallelState(ParallelLayout(**{layout: 2})) as state:
         layers = range(state.index("pp"), state.index("pp") + 1) if layout == "pp" else None
-        made = model(state, torch.float64, layers)
-        engine = Engine(made, options=EngineOptions(blocks=16), state=state)
+        made = model(state, torch.float64, layers, "auto")
+        engine = Engine(made, options=EngineOptions(blocks=16, max_batch_tokens=64), state=state)
         engine.load_adapter("a", tensors, alpha=6)
-        return [engine.score(PROMPTS[3], adapter="a"), engine.score(PROMPTS[3])]
+        return [engine.score(LONG, adapter="a"), engine.score(LONG)]
 
 
-@pytest.mark.parametrize("layout", ["tp", "pp"])
+@pytest.mark.parametrize("layout", ["tp", "pp", "cp"])
 def test_ranks_that_share_a_model_share_adapters(ranks, layout) -> None:
     first, second = ranks(2, partial(on_two_ranks, layout, adapter(3)))
     lone = engine(model(dtype=torch.float64))
     lone.load_adapter("a", adapter(3), alpha=6)
     for found, again, name in zip(first, second, ("a", None), strict=True):
         assert torch.equal(found, again)
-        torch.testing.assert_close(found, lone.score(PROMPTS[3], adapter=name))
+        torch.testing.assert_close(found, lone.score(LONG, adapter=name))
 
 
 def write(folder: Path, tensors: dict[str, Tensor], rank: int) -> None:
