@@ -297,7 +297,7 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampl
 
 
 def _tokens(command: Generate, run: Run) -> list[int]:
-    """Return the prompt's tokens, with those of its images."""
+    """Return the tokens of the prompt and its images."""
     from mt_infer.images import place_images
     from mt_infer.text import check_prompt, encode_prompt
 

@@ -169,7 +169,7 @@ def any_ready(answers: Sequence[Answer]) -> bool:
 
 
 def completed(answer: Answer) -> Completion:
-    """Return the whole of an answer that has ended, or raise its error."""
+    """Return the completion of an ended answer, or raise its error."""
     if answer.error is not None:
         raise answer.error
     assert answer.completion is not None, "it has ended"  # noqa: S101

@@ -224,7 +224,7 @@ class Engine:
 
         Args:
             tokens: The text.
-            prompt: What the encoder reads, for a model that has one. The decoder begins with its
+            prompt: Prompt for the encoder, for a model with one. The decoder begins with its
                 start, so all tokens have logprobs.
             images: Images among the tokens.
             adapter: Name of the adapter; None for none.
