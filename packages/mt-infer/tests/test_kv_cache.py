@@ -97,7 +97,7 @@ def test_a_model_without_attention_is_refused_before_its_weights_are_read(
     layers = [LayerConfig(mixer=mixer, feed_forward=MLPConfig(ffn_size=48))]
     sizes = {"vocab_size": 264, "hidden_size": 16, "max_sequence_length": 16}
     config = gpt(**sizes, positions="none", layers=layers)
-    monkeypatch.setattr("mt_infer.engine.engine.built_model", None)
+    monkeypatch.setattr("mt_infer.engine.weights.built_model", None)
     run, says = write_run(tmp_path / "run", config), "no layer of this model keeps keys and values"
     code, out, err = generate(run, "--kv-cache-dtype", "fp8")
     assert (code, out) == (2, "")
