@@ -72,6 +72,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunks": {"blocks": 400, "max_batch_tokens": 7, "prefix_cache": False},
     "cached": {"blocks": 400},
     "evicted": {"blocks": 18, "max_batch": 5, "max_batch_tokens": 11},
+    "offloaded": {"blocks": 18, "max_batch": 5, "max_batch_tokens": 11, "host_blocks": 30},
     "guessed": {"blocks": 40, "max_batch_tokens": 30, "speculate": "ngram"},
 }
 
@@ -159,6 +160,7 @@ def check(name: str, way: str, number: int, seed: int, **more: Any) -> dict[str,
             assert completion.logprobs == logprobs
     stats = engine.stats()
     assert stats["free_blocks"] == stats["blocks"]
+    assert stats["free_host_blocks"] == WAYS[way].get("host_blocks", 0)
     assert stats["running"] == stats["waiting"] == 0
     assert any(completion is not None for *_, completion in found.values())
     return stats
@@ -173,11 +175,14 @@ def check(name: str, way: str, number: int, seed: int, **more: Any) -> dict[str,
         ("mla", "evicted"),
         ("mamba2", "chunks"),
         ("mamba2", "evicted"),
+        ("llama", "offloaded"),
+        ("mamba2", "offloaded"),
     ],
 )
 def test_a_request_has_its_own_tokens_and_logprobs(name, way) -> None:
     stats = check(name, way, 12, seed=1)
-    assert way != "evicted" or stats["evictions"] > 0
+    assert way not in ("evicted", "offloaded") or stats["evictions"] > 0
+    assert (stats["restored_tokens"] > 0) == (way == "offloaded")
 
 
 @pytest.mark.parametrize("name", ["alibi", "dynamic", "longrope", "delta"])

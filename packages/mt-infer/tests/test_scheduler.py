@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from mt_infer.engine.blocks import BlockPool
+from mt_infer.engine.host import HostRoom
 from mt_infer.engine.prefix import salt_of
 from mt_infer.engine.request import Part, Request
 from mt_infer.engine.scheduler import Scheduler
@@ -44,8 +45,11 @@ class World:
             self.scheduler.prefix.add_states(self.scheduler.max_batch)
         self.states: dict[tuple[int, ...], tuple] = {}
         self.found_states = 0
+        if rng.random() < 0.5:
+            self.scheduler.host = HostRoom(rng.choice([2, 20]), self.block)
         self.content: dict[tuple[int, int], tuple] = {}
         self.memories: dict[int, tuple] = {}
+        self.on_host: dict[tuple[int, int], tuple] = {}
         self.live: list[Request] = []
         self.ended: Counter[str] = Counter()
         self.number = 0
@@ -109,18 +113,15 @@ class World:
 
     def flush(self) -> None:
         """Other weights: all content is stale."""
-        for request in list(self.scheduler.running):
-            self.scheduler.evict(request)
-        self.pool.forget()
+        self.scheduler.forget()
         self.content.clear()
         self.memories.clear()
-        for request in self.live:
-            request.keys.clear()
+        self.on_host.clear()
 
     def step(self) -> None:
         scheduler = self.scheduler
         parts = scheduler.plan()
-        self.copy()
+        self.move()
         self.check()
         assert bool(parts) == bool(scheduler), "a step without work, or work without a step"
         counts = [len(part.fed) for part in parts]
@@ -152,6 +153,19 @@ class World:
                 assert self.pool.references(block) == 1, "a shared memory is written"
                 self.memories[block] = request.salt, request.source
             self.scheduler.note_encoded(request)
+
+    def move(self) -> None:
+        """Copy to the host, within the pages, and back, as the loop does before a pass writes."""
+        moves = [] if self.scheduler.host is None else self.scheduler.host.take_moves()
+        for each in (each for each in moves if each.is_out):
+            for host, block in zip(each.host, each.blocks, strict=True):
+                self.on_host |= {(host, n): self.content.get((block, n)) for n in range(self.block)}
+            each.request.kept = [self.states.get((each.state, each.turn))]
+        self.copy()
+        for each in (each for each in moves if not each.is_out):
+            for host, block in zip(each.host, each.blocks, strict=True):
+                self.content |= {(block, n): self.on_host[host, n] for n in range(self.block)}
+            self.states[each.state, each.turn] = each.request.kept[0]
 
     def write(self, part: Part) -> None:
         request = part.request
@@ -222,6 +236,11 @@ class World:
         assert all(
             not each.table + each.memory and each.state is None for each in scheduler.waiting
         )
+        assert not any(each.host for each in scheduler.running)
+        if scheduler.host is not None:
+            kept = [block for each in scheduler.waiting for block in each.host]
+            assert len(set(kept)) == len(kept)
+            assert scheduler.host.pool.free_blocks == scheduler.host.pool.size - len(kept)
 
 
 def drive(seed: int, operations: int) -> Counter[str]:
@@ -243,6 +262,7 @@ def drive(seed: int, operations: int) -> Counter[str]:
         evictions=world.scheduler.evictions,
         hits=world.scheduler.found_tokens,
         states=world.found_states,
+        restored=0 if world.scheduler.host is None else world.scheduler.host.restored,
     )
 
 
@@ -252,7 +272,7 @@ def drive(seed: int, operations: int) -> Counter[str]:
 )
 def test_random_operations_leak_nothing_and_end_every_request(worlds, operations) -> None:
     seen = sum((drive(seed, operations) for seed in range(worlds)), Counter())
-    for event in ("length", "cancel", "evictions", "hits"):
+    for event in ("length", "cancel", "evictions", "hits", "restored"):
         assert seen[event] > 100, seen
     assert seen["states"] > 30, seen
 

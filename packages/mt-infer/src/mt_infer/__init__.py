@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mt_infer.loading import RunError as RunError
     from mt_infer.loading import load_run as load_run
     from mt_infer.sampling import Sampling as Sampling
+    from mt_infer.service import Service as Service
     from mt_infer.text import PromptError as PromptError
 else:
     # Resolved at first use, so that the command line answers before torch is imported.

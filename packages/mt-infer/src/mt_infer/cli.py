@@ -367,7 +367,8 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
         name = None if command.adapter is None else str(command.adapter)
         if name is not None:
             engine.load_adapter(name, name)
-        return engine.generate(_prompt(command, run), sampling, [list(command.image)], name)[0]
+        images = [list(command.image)]
+        return engine.generate(_prompt(command, run), sampling, images, adapter=name)[0]
 
 
 def _blocks(command: Generate, run: Run, size: int) -> int:

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
-import torch.distributed as dist
 from mt_model import GPT
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tokenizer import Tokenizer
 from torch import Tensor
 
 from mt_infer.completion import Completion, Delta
-from mt_infer.engine.adapters import AdapterNames, AdapterSource, adapter_of_each
-from mt_infer.engine.answer import Answer, all_ended, any_ready, completed, news_of
-from mt_infer.engine.intake import Given, Intake, Prompt, Prompts, as_list
+from mt_infer.engine.adapters import AdapterSource
+from mt_infer.engine.answer import all_ended, any_ready, completed, news_of
+from mt_infer.engine.intake import CallOptions, Intake, Prompt, Prompts, Samplings, as_list
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
-from mt_infer.engine.weights import WORLD, Weights, loaded_model, obstacle_of, with_draft
-from mt_infer.images import Images, Pixels, images_of_each
+from mt_infer.engine.ranks import Ranks
+from mt_infer.engine.weights import Weights, loaded_model, obstacle_of, with_draft
+from mt_infer.images import Images, Pixels
 from mt_infer.loading import Run, open_run, same_run
 from mt_infer.sampling import Sampling
-from mt_infer.text import TextStream
+
+_MOMENT_S = 0.02
 
 
 class Engine:
@@ -61,8 +59,8 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer, self.ends = model, tokenizer, frozenset(ends)
         self.options = EngineOptions() if options is None else options
-        self._state = state
-        if self.options.batch_invariant and (problem := obstacle_of(model, state)):
+        ranks = Ranks(state)
+        if self.options.batch_invariant and (problem := obstacle_of(model, ranks)):
             raise ValueError(f"batch_invariant=True: {problem}; leave it out")
         vocab_size = model.config.vocab_size if run is None else run.num_tokens
         vocab_size = vocab_size if tokenizer is None else tokenizer.vocab_size
@@ -76,10 +74,10 @@ class Engine:
         )
         self._weights = Weights(model, self._loop, run, state)
         preprocess = None if run is None else run.pixels
-        self._intake = Intake(
-            model.config, tokenizer, self.ends, vocab_size=vocab_size, preprocess=preprocess
-        )
-        self._lock, self._numbers = threading.RLock(), count()
+        how: dict[str, Any] = {"vocab_size": vocab_size, "preprocess": preprocess}
+        self._intake = Intake(model.config, tokenizer, self.ends, ranks, **how)
+        self._lock, self._goes_on = self._loop.lock, threading.Event()
+        self._goes_on.set()
 
     @classmethod
     def from_folder(
@@ -116,13 +114,7 @@ class Engine:
         return engine
 
     @classmethod
-    def from_run(
-        cls,
-        run: Run,
-        state: ParallelState,
-        options: EngineOptions,
-        **how: Any,
-    ) -> Engine:
+    def from_run(cls, run: Run, state: ParallelState, options: EngineOptions, **how: Any) -> Engine:
         """Load an opened run; see `from_folder`.
 
         Args:
@@ -133,19 +125,26 @@ class Engine:
         """
         found = {"tokenizer": run.own_tokenizer, "ends": run.ends}
         model, options = loaded_model(run, state, options, how), with_draft(options, state, how)
-        return cls(model, options=options, run=run, state=state, **found)
+        made = cls(model, options=options, run=run, state=state, **found)
+        made._weights.ema = how.get("ema", False)
+        return made
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a token has the same bits whatever else is in its pass."""
         return self.model.shard.kernels.is_invariant
 
+    @property
+    def step(self) -> int | None:
+        """Step of the weights; None for a folder of Hugging Face."""
+        return self._loop.step_of_weights
+
     def generate(
         self,
         prompts: Prompts,
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        sampling: Samplings = None,
         images: Images = None,
-        adapter: AdapterNames = None,
+        **how: Unpack[CallOptions],
     ) -> list[Completion]:
         """Continue prompts.
 
@@ -154,7 +153,7 @@ class Engine:
             sampling: How to choose tokens, for all prompts or for each.
             images: For each prompt the images that its image tokens stand for, as pixel values
                 [C, H, W]; None for no images.
-            adapter: Name of the adapter, for all prompts or for each; None for none.
+            how: `adapter`, its name, for all prompts or for each, and `service`, a `Service`.
 
         Returns:
             The continuations in the order of the prompts; n of one follow one another.
@@ -163,7 +162,9 @@ class Engine:
             PromptError: The model can't continue a prompt.
             LogitsError: The scores of one have NaN, or no finite maximum.
         """
-        with self._submitted(prompts, sampling, images, adapter) as answers:
+        with self._loop.submitted(
+            self._intake.answers(prompts, sampling, images, **how)
+        ) as answers:
             while not all_ended(answers):
                 self._advance(lambda: all_ended(answers))
             return [completed(each) for each in answers]
@@ -171,12 +172,13 @@ class Engine:
     def stream(
         self,
         prompts: Prompts,
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        sampling: Samplings = None,
         images: Images = None,
-        adapter: AdapterNames = None,
+        **how: Unpack[CallOptions],
     ) -> Iterator[Delta]:
         """Continue prompts, and yield the deltas as they come; see `generate`."""
-        with self._submitted(prompts, sampling, images, adapter, streams=True) as answers:
+        answers = self._intake.answers(prompts, sampling, images, streams=True, **how)
+        with self._loop.submitted(answers):
             while True:
                 yield from news_of(answers)
                 if all_ended(answers):
@@ -186,12 +188,14 @@ class Engine:
     async def agenerate(
         self,
         prompts: Prompts,
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        sampling: Samplings = None,
         images: Images = None,
-        adapter: AdapterNames = None,
+        **how: Unpack[CallOptions],
     ) -> list[Completion]:
         """Continue prompts beside other calls of the event loop; see `generate`."""
-        with self._submitted(prompts, sampling, images, adapter) as answers:
+        with self._loop.submitted(
+            self._intake.answers(prompts, sampling, images, **how)
+        ) as answers:
             while not all_ended(answers):
                 await asyncio.to_thread(self._advance, lambda: all_ended(answers))
             return [completed(each) for each in answers]
@@ -199,12 +203,13 @@ class Engine:
     async def astream(
         self,
         prompts: Prompts,
-        sampling: Sampling | Sequence[Sampling] | None = None,
+        sampling: Samplings = None,
         images: Images = None,
-        adapter: AdapterNames = None,
+        **how: Unpack[CallOptions],
     ) -> AsyncIterator[Delta]:
         """Yield the deltas of continuations beside other calls of the event loop."""
-        with self._submitted(prompts, sampling, images, adapter, streams=True) as answers:
+        answers = self._intake.answers(prompts, sampling, images, streams=True, **how)
+        with self._loop.submitted(answers):
             while True:
                 for delta in news_of(answers):
                     yield delta
@@ -234,41 +239,52 @@ class Engine:
         """
         whole = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         given = self._intake.text(whole, prompt, images)
-        answer = self._new_answer(given, Sampling(max_tokens=0, prompt_logprobs=0), 0, adapter)
-        self._loop.arriving.append(answer)
-        while not answer.has_ended:
-            self._advance(lambda: answer.has_ended)
-        return torch.tensor(completed(answer).prompt_logprobs)
+        how = Sampling(max_tokens=0, prompt_logprobs=0, seed=0)
+        with self._loop.submitted([self._intake.answer(given, how, adapter)]) as answers:
+            while not all_ended(answers):
+                self._advance(lambda: all_ended(answers))
+        return torch.tensor(completed(answers[0]).prompt_logprobs)
+
+    def embed(self, prompts: Prompts, *, pooling: Literal["last", "mean"] = "last") -> Tensor:
+        """Return a vector for each prompt, from the features of which the head makes its scores.
+
+        Args:
+            prompts: See `generate`.
+            pooling: `last` takes the features of the last token, which has seen all others, and
+                `mean` the mean over the tokens.
+
+        Shape:
+            Returns [N, hidden], fp32.
+        """
+        if pooling not in ("last", "mean"):
+            raise ValueError(f"pooling={pooling!r}: use 'last' or 'mean'")
+        given, found = [self._intake.given(each).tokens for each in as_list(prompts)], []
+        for tokens in given:
+            with self._lock:
+                self._loop.runner.check_awake()
+                found.append(self._loop.runner.embedding(tokens, mean=pooling == "mean"))
+        return torch.stack(found)
 
     def stats(self) -> dict[str, int]:
         """Return the numbers of blocks and requests now, and of passes and tokens so far."""
-        scheduler, pool = self._loop.scheduler, self._loop.pool
-        return {
-            "blocks": pool.size,
-            "free_blocks": pool.free_blocks,
-            "cached_blocks": pool.cached_blocks,
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting) + len(self._loop.arriving),
-            "adapters": len(self._loop.adapters),
-            "evictions": scheduler.evictions,
-            "prefix_tokens": scheduler.found_tokens,
-            "admitted_tokens": scheduler.admitted_tokens,
-            **self._loop.counts,
-        }
+        return self._loop.stats()
 
     def load_step(self, step: int | None = None, *, finish: bool = True) -> int | None:
         """Read a newer checkpoint of the run into the live model.
 
         Args:
             step: Step of the checkpoint; None for the latest.
-            finish: Whether running requests first end with the weights that they have. Otherwise
-                they go on with the new ones, which compute all of their tokens again.
+            finish: Whether running requests first end with the weights that they have. Otherwise,
+                and in an engine that sleeps, they go on with the new ones, which compute all of
+                their tokens again.
 
         Returns:
             The step of the checkpoint.
 
         Raises:
             ValueError: The engine was not made from a run.
+            RunError: The checkpoint has another model, or values that are not finite. The engine
+                sleeps if it has begun to read.
         """
         with self._lock:
             return self._weights.load_step(step, finish=finish)
@@ -276,15 +292,17 @@ class Engine:
     def update_weights(
         self, weights: Mapping[str, Tensor], *, step: int | None = None, finish: bool = True
     ) -> None:
-        """Copy parameters, for example from a trainer in this process, into the live model.
+        """Copy weights, for example from a trainer in this process, into the live model.
 
         Args:
-            weights: This rank's parts of parameters by name, of the model's shapes.
+            weights: This rank's parts of parameters, and of `mt_model.saved_buffers`, by name, of
+                the model's shapes. Weights of quantised layers are rounded to their formats.
             step: Step that made them, for the completions.
             finish: See `load_step`.
 
         Raises:
-            ValueError: The model has no such parameter, or one of another shape.
+            ValueError: The model has no such tensor, or one of another shape.
+            QuantizationError: A quantised layer has more than a rounded weight.
         """
         with self._lock:
             self._weights.update(weights, step, finish=finish)
@@ -315,77 +333,43 @@ class Engine:
             self._loop.adapters.remove(name)
             self._loop.drop_unused_adapters()
 
-    def sleep(self) -> None:
-        """Free the memory of keys and values; requests wait until `wake`."""
+    def sleep(self, level: int = 1) -> None:
+        """Free memory of the device until `wake`; running requests may keep theirs on the host.
+
+        A call that would make a pass raises RuntimeError meanwhile, or waits if `pause` came first.
+
+        Args:
+            level: 1 frees the keys and values, 2 moves the weights to host memory too.
+        """
         with self._lock:
-            self._weights.sleep()
+            self._weights.sleep(level)
 
     def wake(self) -> None:
-        """Make the memory of keys and values anew after `sleep`."""
+        """Make the memory of keys and values anew after `sleep`, and bring the weights back."""
         with self._lock:
             self._weights.wake()
 
-    @contextmanager
-    def _submitted(
-        self,
-        prompts: Prompts,
-        sampling: Sampling | Sequence[Sampling] | None,
-        images: Images,
-        adapter: AdapterNames,
-        *,
-        streams: bool = False,
-    ) -> Iterator[list[Answer]]:
-        """Hand requests to the loop; those that have not ended at the block's end are cancelled."""
-        given = as_list(prompts)
-        if sampling is None or isinstance(sampling, Sampling):
-            sampling = [sampling or Sampling()] * len(given)
-        if len(sampling) != len(given):
-            raise ValueError(f"{len(sampling)} samplings for {len(given)} prompts; give one each")
-        answers: list[Answer] = []
-        each = images_of_each(images, len(given)), adapter_of_each(adapter, len(given))
-        for prompt, how, pictures, name in zip(given, sampling, *each, strict=True):
-            begun = self._intake.given(prompt, pictures)
-            seed = self._drawn_seed() if how.seed is None else how.seed
-            for choice in range(how.n):
-                answer = self._new_answer(begun, how, seed, name)
-                answer.index, answer.choice, answer.streams = len(answers), choice, streams
-                if self.tokenizer is not None and answer.stops is not None:
-                    answer.stream = TextStream(self.tokenizer, answer.stops)
-                answers.append(answer)
-        self._loop.arriving.extend(answers)
-        try:
-            yield answers
-        finally:
-            self._cancel(answers)
+    def pause(self) -> None:
+        """Let the pass that runs end, and make none until `resume`.
 
-    def _new_answer(
-        self, given: Given, sampling: Sampling, seed: int, adapter: str | None
-    ) -> Answer:
-        self._loop.adapters.number(adapter)
-        answer = self._intake.answer(next(self._numbers), given, sampling, seed)
-        answer.adapter = adapter
-        self._loop.scheduler.check(answer.request)
-        return answer
+        Requests keep their blocks, and calls that wait for them go on waiting.
+        """
+        self._goes_on.clear()
+        with self._lock:
+            pass
 
-    def _cancel(self, answers: Sequence[Answer]) -> None:
-        """End answers at once, or, while another thread steps, with the next step."""
-        self._loop.leaving.extend(each for each in answers if not each.has_ended)
-        if self._loop.leaving and self._lock.acquire(blocking=False):
-            try:
-                self._loop.take_in()
-            finally:
-                self._lock.release()
-
-    def _drawn_seed(self) -> int:
-        """Return a new seed, the same on all ranks."""
-        seed = torch.tensor(secrets.randbits(32), device=self._loop.runner.device)
-        group = None if self._state is None else self._state.group(WORLD)
-        if group is not None:
-            dist.broadcast(seed, group=group, group_src=0)
-        return int(seed)
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._goes_on.set()
 
     def _advance(self, is_ready: Callable[[], bool]) -> None:
-        """Step once, unless another thread's step has made the answers ready."""
+        """Step once, unless another thread's step has made the answers ready.
+
+        While the engine is paused it waits only for a moment, so that the threads of an event loop
+        are free for those who resume it.
+        """
+        if not self._goes_on.wait(_MOMENT_S):
+            return
         with self._lock:
-            if not is_ready():
+            if self._goes_on.is_set() and not is_ready():
                 self._loop.step()

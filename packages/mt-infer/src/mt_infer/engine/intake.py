@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import cast
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from typing import Any, TypedDict, cast
 
 from mt_model import ModelConfig
 from mt_tokenizer import Tokenizer
 
+from mt_infer.engine.adapters import AdapterNames, adapter_of_each
 from mt_infer.engine.answer import Answer, is_wanted
 from mt_infer.engine.grammar import Grammars
+from mt_infer.engine.ranks import Ranks
 from mt_infer.engine.request import Request
-from mt_infer.images import Image, Pixels, Preprocess, place_images
+from mt_infer.images import Image, Images, Pixels, Preprocess, images_of_each, place_images
 from mt_infer.sampling import Sampling
-from mt_infer.text import PromptError, StopTexts, check_prompt, check_tokens, encode_prompt
+from mt_infer.service import Service
+from mt_infer.text import (
+    PromptError,
+    StopTexts,
+    TextStream,
+    check_prompt,
+    check_tokens,
+    encode_prompt,
+)
 
 Prompt = str | Sequence[int]
 Prompts = Prompt | Sequence[Prompt]
+Samplings = Sampling | Sequence[Sampling] | None
+
+
+class CallOptions(TypedDict, total=False):
+    """What a call may say of its requests, besides prompts, parameters of the choice and images.
+
+    Attributes:
+        adapter: Name of the adapter, for all prompts or for each.
+        service: Priority, deadline and caller.
+    """
+
+    adapter: AdapterNames
+    service: Service
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:
@@ -50,6 +73,7 @@ class Intake:
         config: Config of the model.
         tokenizer: Tokenizer of the model; None for token lists alone.
         ends: Tokens that end a text.
+        ranks: The ranks that make the same calls.
         vocab_size: Number of tokens to choose from, without the vocabulary's padding.
         preprocess: Function that makes pixel values of images; None for pixel values alone.
     """
@@ -59,6 +83,7 @@ class Intake:
         config: ModelConfig,
         tokenizer: Tokenizer | None,
         ends: frozenset[int],
+        ranks: Ranks,
         *,
         vocab_size: int,
         preprocess: Preprocess | None = None,
@@ -66,6 +91,7 @@ class Intake:
         self._config, self._tokenizer, self._ends = config, tokenizer, ends
         self._vocab_size, self._preprocess = vocab_size, preprocess
         self._grammars = Grammars(tokenizer)
+        self._ranks, self._numbers = ranks, count()
 
     def given(self, prompt: Prompt, images: Sequence[Pixels] = ()) -> Given:
         """Return what the continuation of a prompt begins with.
@@ -110,14 +136,62 @@ class Intake:
             raise PromptError(f"{len(found.tokens)} tokens have no scores; give 2 to {longest}")
         return found
 
-    def answer(self, number: int, given: Given, sampling: Sampling, seed: int) -> Answer:
+    def answers(
+        self,
+        prompts: Prompts,
+        sampling: Samplings,
+        images: Images = None,
+        adapter: AdapterNames = None,
+        service: Service | None = None,
+        *,
+        streams: bool = False,
+    ) -> list[Answer]:
+        """Return empty answers with their requests; n of a prompt follow one another.
+
+        Args:
+            prompts: A prompt, or a list of them.
+            sampling: Parameters of the choice, for all prompts or for each.
+            images: For each prompt the images that its image tokens stand for.
+            adapter: Name of the adapter, for all prompts or for each.
+            service: Priority, deadline and caller.
+            streams: Whether somebody waits for their deltas.
+
+        Raises:
+            PromptError: The model can't continue a prompt.
+            ValueError: A list of tokens has one that the model doesn't know, or there is not one
+                sampling for each prompt.
+        """
+        given = as_list(prompts)
+        if sampling is None or isinstance(sampling, Sampling):
+            sampling = [sampling or Sampling()] * len(given)
+        if len(sampling) != len(given):
+            raise ValueError(f"{len(sampling)} samplings for {len(given)} prompts; give one each")
+        service = service or Service()
+        served: dict[str, Any] = {"priority": service.priority, "caller": service.caller}
+        if service.deadline_s is not None:
+            served["deadline"] = self._ranks.time() + service.deadline_s
+        answers: list[Answer] = []
+        each = images_of_each(images, len(given)), adapter_of_each(adapter, len(given))
+        for prompt, how, pictures, name in zip(given, sampling, *each, strict=True):
+            begun = self.given(prompt, pictures)
+            if how.seed is None:
+                how = replace(how, seed=self._ranks.seed())
+            for choice in range(how.n):
+                answer = self.answer(begun, how, name, **served)
+                answer.index, answer.choice, answer.streams = len(answers), choice, streams
+                answers.append(answer)
+        return answers
+
+    def answer(
+        self, given: Given, sampling: Sampling, adapter: str | None = None, **served: Any
+    ) -> Answer:
         """Return an empty answer with its request.
 
         Args:
-            number: Order of arrival.
             given: What it continues.
-            sampling: Parameters of the choice.
-            seed: Seed of the choice.
+            sampling: Parameters of the choice, with a seed.
+            adapter: Name of the adapter; None for none.
+            served: Priority, deadline and caller.
 
         Raises:
             ValueError: A list of tokens has one that the model doesn't know, the grammar is bad, or
@@ -139,23 +213,27 @@ class Intake:
             )
         longest = max(len(tokens) + 1, self._config.max_sequence_length)
         request = Request(
-            number=number,
+            number=next(self._numbers),
             tokens=list(tokens),
             source=given.source,
             images=given.images,
             limit=min(longest, len(tokens) + max(1, sampling.max_tokens)),
             reads_cache=not is_wanted(sampling.prompt_logprobs),
+            **served,
         )
         tokenizer = self._tokenizer
+        stops = None if tokenizer is None else StopTexts(sampling.stop, tokenizer)
         return Answer(
             request=request,
             sampling=sampling,
-            seed=seed,
+            seed=sampling.seed or 0,
             prompt_length=len(tokens),
+            adapter=adapter,
             ends=ends,
             bad=bad,
             grammar=self._grammars.of(sampling, ends),
-            stops=None if tokenizer is None else StopTexts(sampling.stop, tokenizer),
+            stops=stops,
+            stream=None if tokenizer is None or stops is None else TextStream(tokenizer, stops),
         )
 
     def _bad_words(self, sampling: Sampling) -> tuple[tuple[int, ...], ...]:

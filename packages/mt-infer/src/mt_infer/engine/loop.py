@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import inf
 
 import torch
 from mt_model import GPT
@@ -16,8 +19,10 @@ from mt_infer.engine.answer import Answer
 from mt_infer.engine.blocks import BlockPool
 from mt_infer.engine.chooser import Drawn, Wanted, choose_next, follow
 from mt_infer.engine.drafts import drafter_of
+from mt_infer.engine.host import HostRoom
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.prefix import salt_of
+from mt_infer.engine.ranks import Ranks
 from mt_infer.engine.request import Part, Request
 from mt_infer.engine.runner import Runner
 from mt_infer.engine.scheduler import Scheduler
@@ -26,7 +31,7 @@ from mt_infer.engine.scheduler import Scheduler
 class Loop:
     """The requests of a model, and the step that serves them.
 
-    One thread steps at a time; others may add to `arriving` and `leaving` meanwhile.
+    One thread steps at a time and holds `lock`; others may hand requests in meanwhile.
 
     Args:
         model: The model.
@@ -56,6 +61,7 @@ class Loop:
         self.adapters, self.step_of_weights = Adapters(model), step
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self.drafter = drafter_of(self.runner, options, vocab_size)
+        self._ranks = Ranks(state)
         self.scheduler = Scheduler(
             self.pool,
             block_size=options.block_size,
@@ -67,11 +73,34 @@ class Loop:
         )
         if self.runner.has_states and self.scheduler.prefix is not None:
             self.scheduler.prefix.add_states(options.max_batch)
+        if options.host_blocks:
+            self.scheduler.host = HostRoom(options.host_blocks, options.block_size)
+        self.lock = threading.RLock()
         self.arriving: deque[Answer] = deque()
         self.leaving: deque[Answer] = deque()
         self._answers: dict[Request, Answer] = {}
         self._version = 0
         self.counts = dict.fromkeys(("passes", "tokens", "drafted", "accepted"), 0)
+
+    @contextmanager
+    def submitted(self, answers: list[Answer]) -> Iterator[list[Answer]]:
+        """Hand requests in; those that have not ended at the block's end are cancelled.
+
+        They end at once, or, while another thread steps, with the next step.
+        """
+        for each in answers:
+            self.adapters.number(each.adapter)
+            self.scheduler.check(each.request)
+        self.arriving.extend(answers)
+        try:
+            yield answers
+        finally:
+            self.leaving.extend(each for each in answers if not each.has_ended)
+            if self.leaving and self.lock.acquire(blocking=False):
+                try:
+                    self.take_in()
+                finally:
+                    self.lock.release()
 
     def step(self) -> None:
         """Take new requests in, let cancelled ones go, and serve all for one pass."""
@@ -81,10 +110,13 @@ class Loop:
     @torch.inference_mode()
     def advance(self) -> None:
         """Serve the admitted and waiting requests for one pass."""
-        for request in self.scheduler.expire(time.monotonic()):
-            self._tell_end(self._answers.pop(request), "deadline")
+        if any(request.deadline < inf for request in self._answers):
+            for request in self.scheduler.expire(self._ranks.time()):
+                self._tell_end(self._answers.pop(request), "deadline")
+        if self.scheduler:
+            self.runner.check_awake()
         parts = self.scheduler.plan()
-        self.runner.copy_states(self.scheduler.copies())
+        self._move()
         if not parts:
             return
         if self.drafter is not None:
@@ -116,14 +148,20 @@ class Loop:
         Args:
             step: Step of the new weights.
         """
-        for request in list(self.scheduler.running):
-            self.scheduler.evict(request)
-        self.pool.forget()
+        self.scheduler.forget()
         self._version += 1
         self.step_of_weights = step
         for request in self._answers:
-            request.keys.clear()
             request.salt = self._salt(request)
+
+    def sleep(self) -> None:
+        """Free the pages; running requests wait, and host memory may keep what they hold."""
+        for request in list(self.scheduler.running):
+            self.scheduler.evict(request)
+        self.pool.forget()
+        self._move()
+        for runner in self.runners:
+            runner.sleep()
 
     def drop_unused_adapters(self) -> None:
         """Drop removed adapters that no request has."""
@@ -135,7 +173,26 @@ class Loop:
         return {self.runner, *(() if self.drafter is None else self.drafter.runners)}
 
     def _salt(self, request: Request) -> bytes:
-        return salt_of(version=self._version, adapter=request.adapter)
+        adapter, caller = request.adapter, request.caller
+        return salt_of(version=self._version, adapter=adapter, caller=caller)
+
+    def stats(self) -> dict[str, int]:
+        """Return the counts; see `Engine.stats`."""
+        scheduler, pool = self.scheduler, self.pool
+        return {
+            "blocks": pool.size,
+            "free_blocks": pool.free_blocks,
+            "cached_blocks": pool.cached_blocks,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting) + len(self.arriving),
+            "adapters": len(self.adapters),
+            "evictions": scheduler.evictions,
+            "free_host_blocks": 0 if scheduler.host is None else scheduler.host.pool.free_blocks,
+            "restored_tokens": 0 if scheduler.host is None else scheduler.host.restored,
+            "prefix_tokens": scheduler.found_tokens,
+            "admitted_tokens": scheduler.admitted_tokens,
+            **self.counts,
+        }
 
     def take_in(self) -> None:
         """Take new requests in, and let cancelled ones go."""
@@ -153,6 +210,16 @@ class Loop:
             answer = self.leaving.popleft()
             if not answer.has_ended:
                 self._end(answer, "cancel")
+
+    def _move(self) -> None:
+        """Copy what a plan wants: from evicted requests, and then to those that are admitted."""
+        moves = [] if self.scheduler.host is None else self.scheduler.host.take_moves()
+        out, back = [[each for each in moves if each.is_out == way] for way in (True, False)]
+        for runner in self.runners:
+            runner.move(out)
+        self.runner.copy_states(self.scheduler.copies())
+        for runner in self.runners:
+            runner.move(back)
 
     def _append(self, part: Part, answer: Answer, drawn: Drawn) -> None:
         """Continue an answer by the tokens drawn for it, as far as drafts were right."""

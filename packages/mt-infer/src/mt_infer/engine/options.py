@@ -21,6 +21,8 @@ class EngineOptions:
             `max_batch` requests, or for one that fills the model's context; an encoder has twice
             as many.
         block_size: Number of tokens of a block.
+        host_blocks: Number of blocks of host memory, in which requests that have to wait keep what
+            they hold; without room there they compute it again.
         max_batch: Largest number of requests in a pass.
         max_batch_tokens: Largest number of tokens in a pass; a longer prompt takes several, beside
             which other requests go on.
@@ -40,6 +42,7 @@ class EngineOptions:
 
     blocks: int | None = None
     block_size: int = 16
+    host_blocks: int = 0
     max_batch: int = 64
     max_batch_tokens: int = 512
     kv_cache_dtype: str | KVFormat = "auto"
@@ -51,6 +54,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         checks = Checks(self)
         checks.at_least(1, "blocks", "block_size", "max_batch", "max_batch_tokens", "num_drafts")
+        checks.at_least(0, "host_blocks")
         checks.done()
 
     def num_blocks(self, config: ModelConfig) -> int:

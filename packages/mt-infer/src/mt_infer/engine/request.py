@@ -22,6 +22,7 @@ class Request:
         limit: Largest number of tokens, including the prompt's.
         source: Tokens for the encoder.
         images: Images among its tokens, in order.
+        caller: Owner of its cached blocks; nobody else finds them.
         salt: Key of what else the cached blocks depend on.
         priority: Requests of a higher priority are served first.
         deadline: Time at which it ends whatever it has, on the engine's clock.
@@ -37,6 +38,9 @@ class Request:
             may find their blocks.
         turn: Number of drafted tokens so far, which says in which of these rows the states are.
         keys: Keys of its full blocks, as far as they were needed.
+        host: Its blocks of host memory, while it waits.
+        saved: Number of tokens whose keys and values these have, and of the unseen ones.
+        kept: Its recurrent states in host memory, by layer.
         end: Reason for its end; None while it goes on.
     """
 
@@ -45,6 +49,7 @@ class Request:
     limit: int
     source: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
+    caller: str = ""
     salt: bytes = b""
     priority: int = 0
     deadline: float = inf
@@ -58,6 +63,9 @@ class Request:
     unseen: int = 0
     turn: int = 0
     keys: list[bytes] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
+    saved: tuple[int, int] = 0, 0
+    kept: Sequence[Any] = ()
     end: str | None = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -15,6 +15,8 @@ from mt_pipeline import Executor, TensorSpec
 from mt_schedule import make_schedule
 from torch import Tensor
 
+from mt_infer.engine.host import Move
+from mt_infer.engine.host_pages import HostPages
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.request import Part, Request, Span, StateCopy
 
@@ -66,10 +68,14 @@ class Runner:
         # Keys that depend on the length of their pass, and states after each token, are of one.
         self._can_cut = not self.by_length and self._turns == 1
         self._peers = None if state is None else state.group("cp")
+        self._pages: Pages | None = None
+        self._host: HostPages | None = None
         self.wake()
 
     def wake(self) -> None:
-        """Make the pages."""
+        """Make the pages, unless there are any."""
+        if self._pages is not None:
+            return
         options = self._options
         self._pages = self.model.new_pages(
             blocks=self.blocks,
@@ -78,21 +84,48 @@ class Runner:
             kv_cache_dtype=options.kv_cache_dtype,
             mtp=self._has_mtp,
         )
+        if self._host is None and options.host_blocks:
+            self._host = HostPages(self._pages, options.host_blocks)
 
     def sleep(self) -> None:
         """Free the pages."""
         self._pages = None
 
     @property
-    def pages(self) -> Pages:
-        """The pages.
+    def is_awake(self) -> bool:
+        """Whether there are pages."""
+        return self._pages is not None
 
-        Raises:
-            RuntimeError: The engine sleeps.
-        """
+    def check_awake(self) -> None:
+        """Raise RuntimeError if the engine sleeps."""
         if self._pages is None:
             raise RuntimeError("the engine sleeps; call wake() before it serves requests")
-        return self._pages
+
+    @property
+    def pages(self) -> Pages:
+        """The pages; see `check_awake`."""
+        self.check_awake()
+        return cast("Pages", self._pages)
+
+    @torch.inference_mode()
+    def embedding(self, tokens: Sequence[int], *, mean: bool) -> Tensor:
+        """Return the last layer's normed features of a text's last token, or their mean.
+
+        Shape:
+            Returns [hidden], fp32.
+        """
+        row = torch.tensor([list(tokens)], device=self.device)
+        x = self.model.final_features({"tokens": row})[0]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide.mean(0) if mean else wide[-1]).float()
+
+    @torch.inference_mode()
+    def move(self, moves: Iterable[Move]) -> None:
+        """Copy blocks and states of requests between the pages and host memory."""
+        for move in moves:
+            if self._host is not None:
+                row = rows_of(move.state, move.turn, self._turns)[0]
+                self._host.make(move, self.pages, row)
 
     def restarts(self, held: int, length: int) -> bool:
         """Return whether held keys don't serve a longer text, as longrope's factors change."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from mt_infer.engine.blocks import BlockPool
+from mt_infer.engine.host import HostRoom
 from mt_infer.engine.prefix import PrefixCache
 from mt_infer.engine.request import Part, Request, StateCopy
 
@@ -19,8 +20,9 @@ class Scheduler:
 
     A request is admitted when all of its tokens find blocks. A step of decoding may need one more;
     if none is left, the last running request in the order of service gives its blocks back, waits,
-    and computes its tokens again later. The first one never gives its own back, and each fits
-    alone, so all end. A request of a higher priority takes blocks from lower ones.
+    and computes its tokens again later, unless host memory keeps them. The first one never gives
+    its own back, and each fits alone, so all end. A request of a higher priority takes blocks
+    from lower ones.
 
     Args:
         pool: The blocks.
@@ -32,6 +34,9 @@ class Scheduler:
             one chunk, even longer ones than `max_batch_tokens`, and a request is admitted when
             all blocks that it may need are free, and never evicted.
         drafter: Guesses tokens that the pass verifies; None for none.
+
+    Attributes:
+        host: Host memory that keeps the blocks of evicted requests; None to compute them again.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Scheduler:
         self.prefix = PrefixCache(pool, block_size) if prefix_cache else None
         self._copies: list[StateCopy] = []
         self._by_length, self._drafter = by_length, drafter
+        self.host: HostRoom | None = None
         self._states = list(range(max_batch - 1, -1, -1))
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -86,6 +92,7 @@ class Scheduler:
         request.end = end
         if request.state is None:
             self.waiting.remove(request)
+            self._drop(request)
         else:
             self._take_back(request)
 
@@ -97,10 +104,23 @@ class Scheduler:
         return late
 
     def evict(self, request: Request) -> None:
-        """Let a running request wait, without its blocks."""
+        """Let a running request wait, without its blocks; host memory may keep them."""
+        if self.host is not None:
+            self.host.keep(request)
         self._take_back(request)
         self.evictions += 1
         insort(self.waiting, request, key=lambda each: each.rank)
+
+    def forget(self) -> None:
+        """Let all requests wait, and forget all blocks, as they are of other weights."""
+        for request in list(self.running):
+            self.evict(request)
+        for request in self.waiting:
+            self._drop(request)
+            request.keys.clear()
+        if self.host is not None:
+            self.host.take_moves()
+        self.pool.forget()
 
     def plan(self) -> list[Part]:
         """Return the parts of the next pass: steps of decoding first, then chunks of prompts."""
@@ -242,6 +262,8 @@ class Scheduler:
             if self.prefix is not None:
                 self._copy(request, self.prefix.states_of(request), is_back=True)
             self.found_tokens += request.held
+            if self.host is not None:
+                self.host.restore(request)
             self.admitted_tokens += len(request.tokens)
             yield request
 
@@ -260,6 +282,10 @@ class Scheduler:
         lower.sort(key=lambda each: each.rank)
         while lower and (len(self.running) == self.max_batch or needed > self.pool.free_blocks):
             self.evict(lower.pop())
+
+    def _drop(self, request: Request) -> None:
+        if self.host is not None:
+            self.host.drop(request)
 
     def _take_back(self, request: Request) -> None:
         assert request.state is not None, "only a running request has blocks"  # noqa: S101

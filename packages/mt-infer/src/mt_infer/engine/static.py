@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import cast
 
@@ -13,11 +12,11 @@ from mt_tokenizer import Tokenizer
 from mt_infer.completion import Completion
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.chooser import Wanted, choose_next, follow
-from mt_infer.engine.intake import Intake, Prompts, as_list
+from mt_infer.engine.intake import Intake, Prompts, Samplings
 from mt_infer.engine.options import EngineOptions
+from mt_infer.engine.ranks import Ranks
 from mt_infer.engine.request import Part, Request
 from mt_infer.engine.runner import Runner
-from mt_infer.sampling import Sampling
 
 
 class StaticEngine:
@@ -45,12 +44,12 @@ class StaticEngine:
         self._options = EngineOptions() if options is None else options
         self._runner, self._tokenizer = Runner(model, self._options, None), tokenizer
         self._vocab_size = model.config.vocab_size if tokenizer is None else tokenizer.vocab_size
-        self._intake = Intake(model.config, tokenizer, frozenset(ends), vocab_size=self._vocab_size)
+        self._intake = Intake(
+            model.config, tokenizer, frozenset(ends), Ranks(None), vocab_size=self._vocab_size
+        )
 
     @torch.inference_mode()
-    def generate(
-        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None
-    ) -> list[Completion]:
+    def generate(self, prompts: Prompts, sampling: Samplings = None) -> list[Completion]:
         """Continue prompts; see `Engine.generate`.
 
         Raises:
@@ -79,27 +78,17 @@ class StaticEngine:
             running = [each for each in running if not each.has_ended]
         return [cast("Completion", each.completion) for each in answers]
 
-    def _answers(
-        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None
-    ) -> list[Answer]:
+    def _answers(self, prompts: Prompts, sampling: Samplings) -> list[Answer]:
         """Return an empty answer for each continuation, with a place in the batch and blocks."""
-        given = as_list(prompts)
-        if sampling is None or isinstance(sampling, Sampling):
-            sampling = [sampling or Sampling()] * len(given)
-        answers: list[Answer] = []
+        answers = self._intake.answers(prompts, sampling)
         free = 0
-        for prompt, how in zip(given, sampling, strict=True):
-            begun = self._intake.given(prompt)
-            seed = secrets.randbits(32) if how.seed is None else how.seed
-            for choice in range(how.n):
-                answer = self._intake.answer(len(answers), begun, how, seed)
-                answer.choice, request = choice, answer.request
-                lengths = request.limit - 1, len(request.source)
-                needed, more = (-(-length // self._options.block_size) for length in lengths)
-                request.state, request.table = len(answers), list(range(free, free + needed))
-                request.memory = list(range(free + needed, free + needed + more))
-                free += needed + more
-                answers.append(answer)
+        for answer in answers:
+            request = answer.request
+            lengths = request.limit - 1, len(request.source)
+            needed, more = (-(-length // self._options.block_size) for length in lengths)
+            request.state, request.table = answer.index, list(range(free, free + needed))
+            request.memory = list(range(free + needed, free + needed + more))
+            free += needed + more
         self._check(len(answers), free)
         return answers
 

@@ -346,6 +346,21 @@ class GPT(Stack["ModelConfig"]):
         return self._score(batch)
 
     @torch.no_grad()
+    def final_features(self, batch: Batch) -> Tensor:
+        """Return the normed output of the last layer, without dropout or gradients.
+
+        Args:
+            batch: A batch of the model without labels or a cache; see `forward`.
+
+        Shape:
+            Returns [B, S, hidden].
+
+        Raises:
+            ValueError: See `logits`.
+        """
+        return self._normed(self._without_dropout(batch, "final_features()"))
+
+    @torch.no_grad()
     def _score(self, batch: Batch) -> Tensor:
         """Return the scores of a batch's tokens; see `logits`."""
         x = self._without_dropout(batch, "logits()")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mt_quant.error import QuantizationError
 from mt_quant.formats.format import InputFormat, WeightFormat
-from mt_quant.formats.weight import QuantizedMatrix, QuantizedWeight
+from mt_quant.formats.weight import QuantizedMatrix, QuantizedWeight, quantize_weight
 from mt_quant.layers.matmul import MATMULS, Operands, Product
 from mt_quant.layers.shape import LinearShape
 
@@ -234,6 +234,42 @@ class QuantizedLinear(nn.Module):
                 param.data = before[name].to(param.device)
         self._forget()
         return self
+
+    def check_weight(self, weight: Tensor, name: str = "weight") -> None:
+        """Raise QuantizationError unless `round_weight` can round a weight of this name."""
+        wanted = (*self.shape.outputs, *self.shape.inputs)
+        if tuple(weight.shape) != wanted:
+            raise QuantizationError(f"{name} has the shape {tuple(weight.shape)}, not {wanted}")
+        parts = ("input_scale", "input_step", "low_rank_down")
+        made = [name for name in parts if getattr(self, name) is not None]
+        if made:
+            raise QuantizationError(
+                f"{name}: its layer has {', '.join(made)}, which calibration data made for another "
+                "weight; quantise the model anew, or by a recipe that needs no data"
+            )
+
+    @torch.no_grad()
+    def round_weight(self, weight: Tensor) -> None:
+        """Replace the weight by another one, rounded to the nearest values of the format.
+
+        An all-gather where ranks split the weight.
+
+        Args:
+            weight: This rank's part of the weight, in full precision.
+
+        Shape:
+            weight: [*outputs, *inputs].
+
+        Raises:
+            QuantizationError: The shape doesn't fit, the layer has more than a rounded weight, or
+                the weight is not finite.
+        """
+        self.check_weight(weight)
+        whole = self.shape.gathered(weight.to(self._like.device))
+        matrix = QuantizedMatrix(weight=quantize_weight(whole, self.format))
+        for name, x in tensors_of(matrix, self.shape, self._like.dtype).items():
+            param = cast("nn.Parameter", getattr(self, name))
+            param.copy_(x.view_as(param))
 
     def _forget(self) -> None:
         """Drop the views and packed weights that products read."""
