@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
@@ -438,20 +438,3 @@ def test_calls_of_threads_and_of_an_event_loop_share_passes() -> None:
     for thread in threads:
         thread.join()
     assert [results[index] for index in range(8)] == expected
-
-
-def two_ranks(asked: Any) -> list[Any]:
-    with ParallelState(ParallelLayout(tp=2)) as state:
-        model = GPT(gpt(**SIZES | MODELS["llama"]), state, dtype=torch.float64, seed=3).eval()
-        made = Engine(model, state=state, options=EngineOptions(blocks=16, block_size=4))
-        known, drawn = made.generate(*asked), made.generate([1, 2], Sampling(max_tokens=5))
-        return [(each.tokens, each.end) for each in known], drawn
-
-
-def test_ranks_that_share_a_model_agree(ranks) -> None:
-    asked = requests(random.Random(5), 4)
-    asked = [each[0] for each in asked], [each[1] for each in asked]
-    expected = [(each.tokens, each.end) for each in engine(blocks=16).generate(*asked)]
-    first, second = ranks(2, partial(two_ranks, asked))
-    assert first == second
-    assert first[0] == expected

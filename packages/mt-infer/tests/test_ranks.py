@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from mt_infer import Engine, EngineOptions, Sampling
+from mt_infer import Engine, EngineOptions, RankError, Sampling
 from mt_infer.engine import runner
 from mt_model import (
     GPT,
@@ -87,14 +87,19 @@ def on_ranks(name: str, layout: dict[str, int], asked: Any, options: dict[str, A
         if options.get("speculate") in MODELS:  # a model that guesses is shared alike
             options = options | {"speculate": built(options["speculate"], state, seed=5)}
         engine = Engine(model, state=state, options=EngineOptions(**OPTIONS | options))
-        return answers(engine, asked), engine.stats()
+        if state.rank > 0:
+            engine.serve()
+            return None, engine.stats()
+        with engine:
+            return answers(engine, asked), engine.stats()
 
 
 def check(ranks: Any, name: str, layout: str, number: int, **options: Any) -> dict[str, int]:
     asked, world = requests(number), 4 if "," in layout else 2
     expected = one_process(name, asked, **options | {"speculate": None})
     call = partial(on_ranks, name, LAYOUTS[layout], asked, options)
-    (found, stats), *_ = ranks(world, call)
+    (found, stats), *others = ranks(world, call)
+    assert all(other == (None, stats) for other in others)
     for (tokens, end, logprobs), (own, own_end, own_logprobs) in zip(found, expected, strict=True):
         assert (tokens, end) == (own, own_end)
         assert logprobs == pytest.approx(own_logprobs, rel=1e-9, abs=1e-9)
@@ -142,7 +147,12 @@ def scores(layout: dict[str, int], dtype: torch.dtype, tokens: list[int]) -> tup
     with ParallelState(ParallelLayout(**layout)) as state, torch.no_grad():
         model = built("dense", state, dtype=dtype, kernels=Kernels(attention="invariant"))
         options = EngineOptions(**OPTIONS, batch_invariant=True)
-        found = Engine(model, state=state, options=options).score(tokens)
+        engine, found = Engine(model, state=state, options=options), None
+        if state.rank > 0:
+            engine.serve()
+        else:
+            with engine:
+                found = engine.score(tokens)
         batch, x, shape = {"tokens": torch.tensor([tokens])}, None, (1, len(tokens), 32)
         for stage in range(state.size("pp")):
             if stage == state.index("pp"):
@@ -162,9 +172,7 @@ def scores(layout: dict[str, int], dtype: torch.dtype, tokens: list[int]) -> tup
 def test_a_score_has_the_bits_of_the_trainers_forward_on_its_layout(ranks, layout, dtype) -> None:
     tokens = [int(each) for each in torch.arange(40).mul(7).remainder(61)]
     results = ranks(2, partial(scores, LAYOUTS[layout], dtype, tokens))
-    expected = results[-1][1]
-    for found, _ in results:
-        assert torch.equal(found, expected)
+    assert torch.equal(results[0][0], results[-1][1])
 
 
 def wrong_layouts() -> None:
@@ -176,15 +184,96 @@ def test_stages_without_their_layout_are_refused(ranks) -> None:
     ranks(2, wrong_layouts)
 
 
-def from_a_run(run: Path) -> list[int]:
-    with ParallelState(ParallelLayout(pp=2)) as state:
-        engine = Engine.from_folder(run, state=state, blocks=16, block_size=4)
-        return engine.generate("to be", Sampling(seed=3, max_tokens=8))[0].tokens
+def swaps(run: Path, layout: dict[str, int]) -> list[Any] | None:
+    """Ask before and after other weights, beside a stream that is left before its end."""
+    with ParallelState(ParallelLayout(**layout)) as state:
+        engine = Engine.from_folder(run, state=state, step=1, dtype="fp64", blocks=16, block_size=4)
+        weights = {name: x * 0.5 for name, x in engine.model.named_parameters()}
+        how = Sampling(seed=3, max_tokens=8)
+        if state.rank > 0:
+            engine.update_weights(weights)
+            engine.serve()
+            return None
+        left = engine.stream("be", Sampling(seed=1, max_tokens=12))
+        next(left)
+        found = engine.generate("to be", how)
+        left.close()
+        engine.load_step()
+        found += engine.generate("to be", how)
+        engine.update_weights(weights, step=3)
+        found += engine.generate("to be", how)
+        engine.sleep()
+        with pytest.raises(RuntimeError, match="wake"):
+            engine.generate("to be", how)
+        engine.wake()
+        found += engine.generate("to be", how)
+        assert engine.stats()["free_blocks"] == 16
+        engine.close()
+        return found
 
 
-def test_stages_read_a_run(ranks, write_run, tmp_path) -> None:
+@pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
+def test_ranks_follow_streams_and_swaps_of_weights(ranks, write_run, tmp_path, layout) -> None:
     sizes = {"vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
     run = write_run(tmp_path / "run", gpt(**sizes, max_sequence_length=32, init_std=0.4))
-    how = Sampling(seed=3, max_tokens=8)
-    expected = Engine.from_folder(run, blocks=16, block_size=4).generate("to be", how)[0].tokens
-    assert ranks(2, partial(from_a_run, run)) == [expected] * 2
+    found, _ = ranks(2, partial(swaps, run, LAYOUTS[layout]))
+    assert found == swaps(run, {})
+    assert [each.step for each in found] == [1, 2, 3, 3]
+    assert len({tuple(each.tokens) for each in found}) == 3
+
+
+def failing(where: str, rank: int) -> str:
+    with ParallelState(ParallelLayout(tp=2)) as state:
+        engine = Engine(built("dense", state), state=state, options=EngineOptions(**OPTIONS))
+
+        def fail(*_: object) -> None:
+            raise OSError("no more memory")
+
+        if state.rank == rank:
+            setattr(engine._loop.scheduler if where == "add" else engine._loop.pool, where, fail)
+        error = OSError if state.rank == rank else RankError
+        with pytest.raises(error) as raised, engine:
+            engine.serve() if state.rank > 0 else generate_and_sleep(engine)
+        return str(raised.value)
+
+
+def generate_and_sleep(engine: Engine) -> None:
+    engine.generate([1, 2], Sampling(max_tokens=2))
+    engine.sleep()
+
+
+@pytest.mark.parametrize(("where", "rank"), [("add", 1), ("forget", 0)])
+def test_an_error_of_a_rank_reaches_the_others(ranks, where, rank) -> None:
+    said = ranks(2, partial(failing, where, rank))
+    assert said[rank] == "no more memory"
+    assert f"rank {rank} of the engine failed: OSError: no more memory" in said[1 - rank]
+
+
+def wrong_calls() -> None:
+    with ParallelState(ParallelLayout(tp=2)) as state:
+        engine = Engine(built("dense", state), state=state, options=EngineOptions(**OPTIONS))
+        if state.rank > 0:
+            with pytest.raises(ValueError, match="serve"):
+                engine.generate([1, 2])
+            with pytest.raises(ValueError, match="update"):
+                engine.serve()
+        else:
+            with pytest.raises(RankError, match="update_weights"):
+                engine.update_weights({})
+
+
+def test_calls_of_other_ranks_are_refused(ranks) -> None:
+    ranks(2, wrong_calls)
+
+
+def replica() -> list[Any]:
+    with ParallelState(ParallelLayout(dp=2)) as state:
+        model = built("dense", state, dtype=torch.float64)
+        engine = Engine(model, state=state, options=EngineOptions(**OPTIONS))
+        return answers(engine, requests(4)[2 * state.rank :][:2])
+
+
+def test_replicas_are_engines_of_their_own(ranks) -> None:
+    first, second = ranks(2, replica)
+    expected = one_process("dense", requests(4))
+    assert [tokens for tokens, *_ in first + second] == [tokens for tokens, *_ in expected]

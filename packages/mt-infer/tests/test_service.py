@@ -31,7 +31,7 @@ def test_cached_blocks_are_found_by_their_caller_alone() -> None:
 
 def test_a_request_ends_at_its_deadline_with_what_it_has(monkeypatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("mt_infer.engine.ranks.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mt_infer.engine.loop.time.monotonic", lambda: now[0])
     made = engine()
     other = made.stream([3, 4], GREEDY)
     stream = made.stream(PROMPT, GREEDY, service=Service(deadline_s=5))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from mt_ckpt import RunFolder
 from mt_infer import Engine, EngineOptions, RunError, Sampling
+from mt_infer.loading import fill_weights
 from mt_model import GPT, Kernels, MoEConfig, gpt, saved_buffers
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import QuantizationConfig, QuantizationError, quantize
@@ -101,24 +102,61 @@ def test_a_run_whose_model_was_replaced_is_refused(run, tmp_path, write_run) -> 
         made.load_step()
 
 
-def swapped(folder: Path) -> list[list[int]]:
+def swapped(folder: Path) -> bool:
     with ParallelState(ParallelLayout(tp=2)) as state:
-        made = Engine.from_folder(folder, state=state, step=1, blocks=32, block_size=4)
-        how = Sampling(seed=3, max_tokens=8)
-        stream = made.stream("to be", how)
-        begun = [next(stream) for _ in range(3)]
-        made.load_step(2, finish=False)
-        ended = [*begun, *stream][-1].completion
-        live = made.generate("to be", how)
-        fresh = Engine.from_folder(folder, state=state, step=2, blocks=32, block_size=4)
-        assert live == fresh.generate("to be", how)
-        assert (ended.step, live[0].step) == (2, 2)
-        return [ended.tokens, live[0].tokens]
+        how = {"state": state, "blocks": 32, "block_size": 4}
+        made = Engine.from_folder(folder, step=1, **how)
+        fresh = Engine.from_folder(folder, step=2, **how)
+        if state.rank > 0:
+            made.serve()
+            fresh.serve()
+            return True
+        with made:
+            sampling = Sampling(seed=3, max_tokens=8)
+            stream = made.stream("to be", sampling)
+            begun = [next(stream) for _ in range(3)]
+            made.load_step(2, finish=False)
+            ended = [*begun, *stream][-1].completion
+            live = made.generate("to be", sampling)
+        with fresh:
+            expected = fresh.generate("to be", sampling)
+        return live == expected and (ended.step, live[0].step) == (2, 2)
 
 
 def test_ranks_that_share_a_model_swap_together(saved_run, ranks) -> None:
-    first, second = ranks(2, partial(swapped, saved_run))
-    assert first == second
+    assert ranks(2, partial(swapped, saved_run)) == [True, True]
+
+
+def failed_swap(folder: Path) -> list[Any] | None:
+    """Read a step that one rank can't, then one that both can."""
+    with ParallelState(ParallelLayout(tp=2)) as state:
+        made = Engine.from_folder(folder, state=state, step=1, blocks=32, block_size=4)
+        fill = "mt_infer.engine.weights.fill_weights"
+        if state.rank > 0:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(fill, partial(failing_once, patch))
+                made.serve()
+            return None
+        with made:
+            expected = made.generate("to be", Sampling(seed=3, max_tokens=4))
+            with pytest.raises(RunError, match="no more memory"):
+                made.load_step(2)
+            with pytest.raises(RuntimeError, match="wake"):
+                made.generate("to be", Sampling(seed=3, max_tokens=4))
+            made.load_step(1)
+            made.wake()
+            return [expected, made.generate("to be", Sampling(seed=3, max_tokens=4))]
+
+
+def failing_once(patch: pytest.MonkeyPatch, *given: Any, **how: Any) -> None:
+    fill_weights(*given, **how)
+    patch.undo()
+    raise OSError("no more memory")
+
+
+def test_ranks_sleep_together_when_one_cannot_read_a_step(saved_run, ranks) -> None:
+    (before, after), _ = ranks(2, partial(failed_swap, saved_run))
+    assert before == after
 
 
 def test_a_paused_engine_makes_no_pass_and_goes_on_where_it_was() -> None:

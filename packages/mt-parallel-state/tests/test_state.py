@@ -215,7 +215,10 @@ def test_a_twin_has_the_ranks_the_timeout_and_the_life_of_its_group(ranks) -> No
             assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(group)
             assert twin._get_backend(torch.device("cpu")).options._timeout == timeout
             assert _sum_of_ranks(twin) == sum(state.ranks("tp"))
-        for closed in (group, twin):
+            other = twin_group(group, "log", timeout=2 * timeout)
+            assert twin_group(group, "log") is other is not twin
+            assert other._get_backend(torch.device("cpu")).options._timeout == 2 * timeout
+        for closed in (group, twin, other):
             with pytest.raises((KeyError, ValueError)):
                 dist.get_process_group_ranks(closed)
         with ParallelState(layout, device="cpu", check=CheckMode()) as state:

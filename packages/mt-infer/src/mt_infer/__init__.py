@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mt_infer.completion import Delta as Delta
     from mt_infer.engine.engine import Engine as Engine
     from mt_infer.engine.options import EngineOptions as EngineOptions
+    from mt_infer.engine.ranks import RankError as RankError
     from mt_infer.engine.static import StaticEngine as StaticEngine
     from mt_infer.generation import Generator as Generator
     from mt_infer.loading import RunError as RunError

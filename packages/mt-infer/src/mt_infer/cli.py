@@ -153,7 +153,7 @@ def _run(command: Generate) -> int:
         if must_launch(command.nproc or 1, env):
             return launch("mt_infer", _as_arguments(command, run.step), command.nproc or 1)
         completion = _generate(command, env, run, sampling)
-    if env.rank == 0:
+    if completion is not None and env.rank == 0:
         print_text(completion.text or "")
         if completion.end == "context":
             limit, new = run.config.max_sequence_length, len(completion.tokens)
@@ -333,7 +333,10 @@ def _as_arguments(command: Generate, step: int | None) -> list[str]:
     return ["generate", *repeated, *options, *switches, "--", str(command.run)]
 
 
-def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> Completion:
+def _generate(
+    command: Generate, env: DistributedEnv, run: Run, sampling: Sampling
+) -> Completion | None:
+    """Return the completion on the first rank, and None on those that follow it."""
     from mt_parallel_state import ParallelLayout, ParallelState, joined
 
     from mt_infer.engine.engine import Engine
@@ -365,10 +368,14 @@ def _generate(command: Generate, env: DistributedEnv, run: Run, sampling: Sampli
             engine = Engine.from_run(agreed, state, options, **how)
         _use_threads(engine.model)
         name = None if command.adapter is None else str(command.adapter)
-        if name is not None:
-            engine.load_adapter(name, name)
-        images = [list(command.image)]
-        return engine.generate(_prompt(command, run), sampling, images, adapter=name)[0]
+        if env.rank > 0:
+            engine.serve()
+            return None
+        with engine:
+            if name is not None:
+                engine.load_adapter(name, name)
+            images = [list(command.image)]
+            return engine.generate(_prompt(command, run), sampling, images, adapter=name)[0]
 
 
 def _blocks(command: Generate, run: Run, size: int) -> int:

@@ -44,7 +44,7 @@ from mt_model import (
     load_recorded_plugins,
     saved_buffers,
 )
-from mt_parallel_state import ParallelState
+from mt_parallel_state import Group, ParallelState
 from mt_schedule import split_layers
 from mt_tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torch import Tensor
@@ -355,7 +355,7 @@ def built_model(
     how: dict[str, Any] = {"layers": layers, "kernels": kernels, "dtype": chosen}
     if isinstance(run.source, Path):
         model = cast("GPT", config.build(state, **how, seed=None))
-        fill_weights(model, run, state, ema=ema)
+        fill_weights(model, run, state, group=state.group(_WORLD), ema=ema)
     else:
         multiple = config.vocab_multiple
         model = from_pretrained(run.folder, state=state, vocab_multiple=multiple, **how)
@@ -363,8 +363,10 @@ def built_model(
     return model.eval()
 
 
-def fill_weights(model: GPT, run: Run, state: ParallelState, *, ema: bool = False) -> None:
-    """Read the weights of a run's checkpoint into a model."""
+def fill_weights(
+    model: GPT, run: Run, state: ParallelState, *, group: Group, ema: bool = False
+) -> None:
+    """Read the weights of a run's checkpoint into a model; all ranks of the group call it."""
     if not isinstance(run.source, Path):
         raise RunError(f"{run.folder} is a folder of Hugging Face and has no steps")
     # Stored weights are the optimizer's fp32 or fp64 masters; training casts them down too.
@@ -378,7 +380,7 @@ def fill_weights(model: GPT, run: Run, state: ParallelState, *, ema: bool = Fals
     shards += param_shards(buffers.items(), *place, prefix=RunFolder.WEIGHTS, params=buffers)
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
     ignore = tuple(unused) if model.config.mtp else (*unused, f"{wanted}/mtp.")
-    load_checkpoint(run.source, shards, group=state.group(_WORLD), ignore=ignore, cast=True)
+    load_checkpoint(run.source, shards, group=group, ignore=ignore, cast=True)
     for shard in shards:
         if shard.tensor.numel() and not all(map(torch.isfinite, shard.tensor.aminmax())):
             kind = str(shard.tensor.dtype).removeprefix("torch.")

@@ -79,6 +79,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in _LISTS:
             object.__setattr__(self, name, _tuple(getattr(self, name)))
+        biases = {int(token): bias for token, bias in self.logit_bias.items()}  # JSON has texts
+        object.__setattr__(self, "logit_bias", biases)
         checks = Checks(self)
         checks.at_least(0, "temperature", "top_k", "min_p", "min_tokens", "max_tokens")
         checks.at_least(0, "logprobs", "prompt_logprobs")

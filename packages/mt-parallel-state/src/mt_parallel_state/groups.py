@@ -21,9 +21,12 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from mt_files import check_type
 from torch.distributed import distributed_c10d as c10d
 
 from mt_parallel_state.options import GroupOptions
+
+_TWIN = "~"
 
 
 def next_state_index(ranks: range, rank: int) -> int:
@@ -101,7 +104,9 @@ def _not_split_from(default: dist.ProcessGroup) -> Iterator[torch.device | None]
         default.bound_device_id = device
 
 
-def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def twin_group(
+    group: dist.ProcessGroup, purpose: str = "twin", *, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
     """Return a second group of the same ranks, in the same order, with connections of its own.
 
     Gloo guards the connection of two ranks by one lock for both directions. A thread that waits for
@@ -109,33 +114,37 @@ def twin_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     has to. The twin is made once, when every member makes its first call, and found again later. It
     goes when its group is closed by its `ParallelState`, or with the world.
 
+    Args:
+        group: The group.
+        purpose: Name of the twin; another name is another group.
+        timeout: Timeout of its collectives; None is the group's.
+
     Returns:
         The twin. The group itself where the two must not be told apart: in check mode, which
         compares messages in their order, and where the group is not one of `torch.distributed`.
     """
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a ProcessGroup, got {group!r}")
+    check_type("purpose", purpose, str)
+    if timeout is not None:
+        check_type("timeout", timeout, timedelta)
     known = c10d._world.pg_names
     if group not in known:  # a checked group is an alias, which has no name of its own
         return group
-    if (twin := _twin_of(group)) is None:
-        backend = c10d._world.pg_map[group][0]
-        gloo = group._get_backend(torch.device("cpu")) if "gloo" in backend else None
-        twin = create_group(
-            tuple(dist.get_process_group_ranks(group)),
-            name=_twin_name(group),
-            timeout=None if gloo is None else gloo.options._timeout,
-        )
-    return twin
+    name = f"{known[group]}{_TWIN}{purpose}"
+    found = next((twin for twin in _twins_of(group) if known[twin] == name), None)
+    if found is not None:
+        return found
+    backend = c10d._world.pg_map[group][0]
+    if timeout is None and "gloo" in backend:
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+    members = tuple(dist.get_process_group_ranks(group))
+    return create_group(members, name=name, timeout=timeout)
 
 
-def _twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    name = _twin_name(group)
-    return next((other for other, known in c10d._world.pg_names.items() if known == name), None)
-
-
-def _twin_name(group: dist.ProcessGroup) -> str:
-    return f"{c10d._world.pg_names[group]}-twin"
+def _twins_of(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    known = c10d._world.pg_names
+    return [twin for twin, name in known.items() if name.startswith(f"{known[group]}{_TWIN}")]
 
 
 def register_alias(alias: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
@@ -153,6 +162,6 @@ def unregister_alias(alias: dist.ProcessGroup) -> None:
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group of `create_group`, unless its world is gone already."""
     if dist.is_initialized() and group in c10d._world.pg_map:
-        if (twin := _twin_of(group)) is not None:
+        for twin in _twins_of(group):
             dist.destroy_process_group(twin)
         dist.destroy_process_group(group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mt_tokenizer import Tokenizer
 
@@ -33,6 +34,7 @@ class Answer:
     """The parameters of a request, and its continuation so far.
 
     Attributes:
+        asked: Arguments of `Intake.answer`, of which other ranks make it too.
         request: The request.
         sampling: Parameters of the choice.
         seed: The seed, given or drawn.
@@ -54,6 +56,7 @@ class Answer:
         error: The error that ended it.
     """
 
+    asked: Mapping[str, Any]
     request: Request
     sampling: Sampling
     seed: int

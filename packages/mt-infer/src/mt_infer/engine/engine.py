@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from mt_model import GPT
@@ -32,8 +32,9 @@ _MOMENT_S = 0.02
 class Engine:
     """A model that continues many prompts at once.
 
-    Its methods may be called from several threads; one of them runs the passes for all. Ranks that
-    share a model's tensors, experts or layers make the same calls.
+    Its methods may be called from several threads; one of them runs the passes for all. Where
+    ranks share the model's tensors, experts or layers, callers are the first rank's, and the others
+    call `serve`. `update_weights` is called by every rank, outside of `serve`.
 
     Args:
         model: The model.
@@ -64,18 +65,19 @@ class Engine:
             raise ValueError(f"batch_invariant=True: {problem}; leave it out")
         vocab_size = model.config.vocab_size if run is None else run.num_tokens
         vocab_size = vocab_size if tokenizer is None else tokenizer.vocab_size
+        how = {"vocab_size": vocab_size, "preprocess": None if run is None else run.pixels}
+        self._intake = Intake(model.config, tokenizer, self.ends, **how)
+        self._ranks = ranks
         self._loop = Loop(
             model,
             self.options,
             vocab_size=vocab_size,
             tokenizer=tokenizer,
             step=None if run is None else run.step,
-            state=state,
+            intake=self._intake,
+            ranks=ranks,
         )
-        self._weights = Weights(model, self._loop, run, state)
-        preprocess = None if run is None else run.pixels
-        how: dict[str, Any] = {"vocab_size": vocab_size, "preprocess": preprocess}
-        self._intake = Intake(model.config, tokenizer, self.ends, ranks, **how)
+        self._weights = Weights(model, self._loop, run, ranks)
         self._lock, self._goes_on = self._loop.lock, threading.Event()
         self._goes_on.set()
 
@@ -110,7 +112,7 @@ class Engine:
         with open_run(Path(folder), step) as own, same_run(own, state) as run:
             engine = cls.from_run(run, state, chosen, dtype=dtype)
         for name, source in (adapters or {}).items():
-            engine.load_adapter(name, source)
+            engine._loop.load_adapter(name, source, None)
         return engine
 
     @classmethod
@@ -262,7 +264,8 @@ class Engine:
         for tokens in given:
             with self._lock:
                 self._loop.runner.check_awake()
-                found.append(self._loop.runner.embedding(tokens, mean=pooling == "mean"))
+                how = {"tokens": tokens, "mean": pooling == "mean"}
+                found.append(self._ranks.do(self._loop.runner.embedding, **how))
         return torch.stack(found)
 
     def stats(self) -> dict[str, int]:
@@ -305,23 +308,31 @@ class Engine:
             QuantizationError: A quantised layer has more than a rounded weight.
         """
         with self._lock:
-            self._weights.update(weights, step, finish=finish)
+            if not self._ranks.is_first:
+                step = self._follow("update_weights")["step"]
+            else:
+                if finish:
+                    self._weights.finish()
+                self._ranks.tell("update_weights", step=step)
+            self._weights.update(weights, step)
 
     def load_adapter(self, name: str, source: AdapterSource, *, alpha: float | None = None) -> None:
         """Load a LoRA adapter; requests that have begun with one of the same name keep that one.
 
         Args:
             name: Its name.
-            source: A folder of Hugging Face PEFT, or tensors by their names in PEFT; see
-                `mt_hf.read_lora`. Under parallelism every rank gives the whole tensors.
+            source: A folder of Hugging Face PEFT, which all ranks can read, or tensors by their
+                names in PEFT; see `mt_hf.read_lora`.
             alpha: Products of given tensors are scaled by alpha / rank; by 1 if None.
 
         Raises:
             ValueError: The adapter is not supported, or a layer of the model takes no such one.
         """
         with self._lock:
-            self._loop.adapters.load(name, source, alpha)
-            self._loop.drop_unused_adapters()
+            source = str(source) if isinstance(source, Path) else source
+            self._ranks.check_first()
+            self._loop.load_adapter(name, source, alpha)
+            self._ranks.tell("load_adapter", name=name, source=source, alpha=alpha)
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; requests that have begun with it end with it, and then it is freed.
@@ -330,8 +341,9 @@ class Engine:
             ValueError: There is no adapter of that name.
         """
         with self._lock:
-            self._loop.adapters.remove(name)
-            self._loop.drop_unused_adapters()
+            self._ranks.check_first()
+            self._loop.remove_adapter(name)
+            self._ranks.tell("remove_adapter", name=name)
 
     def sleep(self, level: int = 1) -> None:
         """Free memory of the device until `wake`; running requests may keep theirs on the host.
@@ -341,13 +353,15 @@ class Engine:
         Args:
             level: 1 frees the keys and values, 2 moves the weights to host memory too.
         """
+        if level not in (1, 2):
+            raise ValueError(f"level={level}: use 1 to free keys and values, or 2 for weights too")
         with self._lock:
-            self._weights.sleep(level)
+            self._ranks.do(self._weights.sleep, level=level)
 
     def wake(self) -> None:
         """Make the memory of keys and values anew after `sleep`, and bring the weights back."""
         with self._lock:
-            self._weights.wake()
+            self._ranks.do(self._weights.wake)
 
     def pause(self) -> None:
         """Let the pass that runs end, and make none until `resume`.
@@ -361,6 +375,42 @@ class Engine:
     def resume(self) -> None:
         """Go on after `pause`."""
         self._goes_on.set()
+
+    def serve(self) -> None:
+        """Do what the first rank's calls need, until it closes; the other ranks call it.
+
+        Raises:
+            RankError: Another rank has failed.
+        """
+        with self._lock:
+            if not self._ranks.is_first:
+                self._follow("close")
+
+    def close(self) -> None:
+        """Let `serve` return on the other ranks; the first rank calls it when it has no requests.
+
+        An engine that is a context manager calls it at the end, on the first rank.
+        """
+        with self._lock:
+            if self._ranks.is_first and not self._ranks.has_failed:
+                self._ranks.tell("close")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _follow(self, end: str) -> dict[str, Any]:
+        """Do the first rank's deeds until it calls a method, and return its arguments."""
+        weights = self._weights
+        own = weights.read_step, weights.sleep, weights.wake, self._loop.runner.embedding
+        deeds = self._loop.deeds | {deed.__name__: deed for deed in own}
+        name, arguments = self._ranks.follow(deeds)
+        with self._ranks.passing_on_errors():
+            if name != end:
+                raise ValueError(f"rank 0 calls {name}(), and this rank waits for {end}()")
+        return arguments
 
     def _advance(self, is_ready: Callable[[], bool]) -> None:
         """Step once, unless another thread's step has made the answers ready.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -13,7 +15,6 @@ from mt_tokenizer import Tokenizer
 from mt_infer.engine.adapters import AdapterNames, adapter_of_each
 from mt_infer.engine.answer import Answer, is_wanted
 from mt_infer.engine.grammar import Grammars
-from mt_infer.engine.ranks import Ranks
 from mt_infer.engine.request import Request
 from mt_infer.images import Image, Images, Pixels, Preprocess, images_of_each, place_images
 from mt_infer.sampling import Sampling
@@ -73,7 +74,6 @@ class Intake:
         config: Config of the model.
         tokenizer: Tokenizer of the model; None for token lists alone.
         ends: Tokens that end a text.
-        ranks: The ranks that make the same calls.
         vocab_size: Number of tokens to choose from, without the vocabulary's padding.
         preprocess: Function that makes pixel values of images; None for pixel values alone.
     """
@@ -83,7 +83,6 @@ class Intake:
         config: ModelConfig,
         tokenizer: Tokenizer | None,
         ends: frozenset[int],
-        ranks: Ranks,
         *,
         vocab_size: int,
         preprocess: Preprocess | None = None,
@@ -91,7 +90,7 @@ class Intake:
         self._config, self._tokenizer, self._ends = config, tokenizer, ends
         self._vocab_size, self._preprocess = vocab_size, preprocess
         self._grammars = Grammars(tokenizer)
-        self._ranks, self._numbers = ranks, count()
+        self._numbers = count()
 
     def given(self, prompt: Prompt, images: Sequence[Pixels] = ()) -> Given:
         """Return what the continuation of a prompt begins with.
@@ -169,35 +168,45 @@ class Intake:
         service = service or Service()
         served: dict[str, Any] = {"priority": service.priority, "caller": service.caller}
         if service.deadline_s is not None:
-            served["deadline"] = self._ranks.time() + service.deadline_s
+            served["deadline"] = time.monotonic() + service.deadline_s
         answers: list[Answer] = []
         each = images_of_each(images, len(given)), adapter_of_each(adapter, len(given))
         for prompt, how, pictures, name in zip(given, sampling, *each, strict=True):
             begun = self.given(prompt, pictures)
             if how.seed is None:
-                how = replace(how, seed=self._ranks.seed())
+                how = replace(how, seed=secrets.randbits(32))
             for choice in range(how.n):
-                answer = self.answer(begun, how, name, **served)
-                answer.index, answer.choice, answer.streams = len(answers), choice, streams
+                own = {"number": next(self._numbers), "choice": choice}
+                answer = self.answer(begun, how, name, **own, **served)
+                answer.index, answer.streams = len(answers), streams
                 answers.append(answer)
         return answers
 
     def answer(
-        self, given: Given, sampling: Sampling, adapter: str | None = None, **served: Any
+        self,
+        given: Given,
+        sampling: Sampling,
+        adapter: str | None = None,
+        *,
+        choice: int = 0,
+        **served: Any,
     ) -> Answer:
-        """Return an empty answer with its request.
+        """Return an empty answer with its request; other ranks do so of the same arguments.
 
         Args:
             given: What it continues.
             sampling: Parameters of the choice, with a seed.
             adapter: Name of the adapter; None for none.
-            served: Priority, deadline and caller.
+            choice: Number among the continuations of the prompt.
+            served: Number, priority, deadline and caller.
 
         Raises:
             ValueError: A list of tokens has one that the model doesn't know, the grammar is bad, or
                 an encoder's prompt should have logprobs.
             MissingExtraError: The library of grammars is not installed.
         """
+        served.setdefault("number", next(self._numbers))
+        asked = {"given": given, "sampling": sampling, "adapter": adapter, "choice": choice}
         tokens, ends = given.tokens, self._ends | set(sampling.stop_token_ids)
         if len(tokens) == 1 and given.source and is_wanted(sampling.prompt_logprobs):
             raise ValueError(
@@ -213,7 +222,6 @@ class Intake:
             )
         longest = max(len(tokens) + 1, self._config.max_sequence_length)
         request = Request(
-            number=next(self._numbers),
             tokens=list(tokens),
             source=given.source,
             images=given.images,
@@ -224,7 +232,9 @@ class Intake:
         tokenizer = self._tokenizer
         stops = None if tokenizer is None else StopTexts(sampling.stop, tokenizer)
         return Answer(
+            asked=asked | served,
             request=request,
+            choice=choice,
             sampling=sampling,
             seed=sampling.seed or 0,
             prompt_length=len(tokens),

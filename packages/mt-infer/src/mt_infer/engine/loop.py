@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import inf
+from typing import Any
 
 import torch
 from mt_model import GPT
-from mt_parallel_state import ParallelState
 from mt_tokenizer import Tokenizer
 
 from mt_infer.completion import End
-from mt_infer.engine.adapters import Adapters
+from mt_infer.engine.adapters import Adapters, AdapterSource
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.blocks import BlockPool
 from mt_infer.engine.chooser import Drawn, Wanted, choose_next, follow
 from mt_infer.engine.drafts import drafter_of
 from mt_infer.engine.host import HostRoom
+from mt_infer.engine.intake import Intake
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.prefix import salt_of
 from mt_infer.engine.ranks import Ranks
@@ -31,7 +32,8 @@ from mt_infer.engine.scheduler import Scheduler
 class Loop:
     """The requests of a model, and the step that serves them.
 
-    One thread steps at a time and holds `lock`; others may hand requests in meanwhile.
+    One thread of the first rank steps at a time and holds `lock`; others may hand requests in
+    meanwhile. Other ranks do the same `deeds`.
 
     Args:
         model: The model.
@@ -39,7 +41,8 @@ class Loop:
         vocab_size: Number of tokens to choose from.
         tokenizer: The model's; None for token lists alone.
         step: Step of its checkpoint.
-        state: This rank's place in the layout.
+        intake: What makes the requests of the first rank's callers on the others.
+        ranks: The ranks that serve the same requests.
 
     Raises:
         ValueError: The model is a stage without its place, or can't take guesses back; or ranks
@@ -54,14 +57,15 @@ class Loop:
         vocab_size: int,
         tokenizer: Tokenizer | None,
         step: int | None,
-        state: ParallelState | None,
+        intake: Intake,
+        ranks: Ranks,
     ) -> None:
-        self.runner = Runner(model, options, state)
+        self.runner = Runner(model, options, ranks.state)
         self.pool = BlockPool(self.runner.blocks)
         self.adapters, self.step_of_weights = Adapters(model), step
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self.drafter = drafter_of(self.runner, options, vocab_size)
-        self._ranks = Ranks(state)
+        self._intake, self._ranks = intake, ranks
         self.scheduler = Scheduler(
             self.pool,
             block_size=options.block_size,
@@ -79,6 +83,7 @@ class Loop:
         self.arriving: deque[Answer] = deque()
         self.leaving: deque[Answer] = deque()
         self._answers: dict[Request, Answer] = {}
+        self._own: dict[int, Answer] = {}  # of this rank's callers, until they are taken in
         self._version = 0
         self.counts = dict.fromkeys(("passes", "tokens", "drafted", "accepted"), 0)
 
@@ -96,25 +101,68 @@ class Loop:
             yield answers
         finally:
             self.leaving.extend(each for each in answers if not each.has_ended)
-            if self.leaving and self.lock.acquire(blocking=False):
+            if self.leaving and not self._ranks.has_failed and self.lock.acquire(blocking=False):
                 try:
                     self.take_in()
                 finally:
                     self.lock.release()
+
+    @property
+    def deeds(self) -> dict[str, Callable[..., None]]:
+        """What all ranks do in the same order."""
+        deeds = self.take, self.run_pass, self.load_adapter, self.remove_adapter
+        return {deed.__name__: deed for deed in deeds}
 
     def step(self) -> None:
         """Take new requests in, let cancelled ones go, and serve all for one pass."""
         self.take_in()
         self.advance()
 
-    @torch.inference_mode()
+    def take_in(self) -> None:
+        """Take new requests in, and let cancelled ones go."""
+        arrived = [self.arriving.popleft() for _ in range(len(self.arriving))]
+        left = [self.leaving.popleft() for _ in range(len(self.leaving))]
+        if not arrived and not left:
+            return
+        self._own.update((each.request.number, each) for each in arrived)
+        numbers = [each.request.number for each in left if not each.has_ended]
+        self._ranks.do(self.take, asked=[each.asked for each in arrived], left=numbers)
+
     def advance(self) -> None:
         """Serve the admitted and waiting requests for one pass."""
-        if any(request.deadline < inf for request in self._answers):
-            for request in self.scheduler.expire(self._ranks.time()):
-                self._tell_end(self._answers.pop(request), "deadline")
         if self.scheduler:
             self.runner.check_awake()
+            self._ranks.do(self.run_pass, now=time.monotonic())
+
+    def take(self, asked: Sequence[Mapping[str, Any]], left: Sequence[int]) -> None:
+        """Take requests in, and end others.
+
+        Args:
+            asked: `Answer.asked` of each new request.
+            left: Numbers of the cancelled ones.
+        """
+        for each in asked:
+            answer = self._own.pop(each["number"], None) or self._intake.answer(**each)
+            try:  # somebody may have removed it since
+                answer.request.adapter = self.adapters.number(answer.adapter)
+            except ValueError as error:
+                answer.error = error
+                continue
+            answer.request.salt = self._salt(answer.request)
+            self._answers[answer.request] = answer
+            self.scheduler.add(answer.request)
+        for answer in [each for each in self._answers.values() if each.request.number in left]:
+            self._end(answer, "cancel")
+
+    @torch.inference_mode()
+    def run_pass(self, now: float) -> None:
+        """Serve the admitted and waiting requests for one pass.
+
+        Args:
+            now: Time on the first rank's clock.
+        """
+        for request in self.scheduler.expire(now):
+            self._tell_end(self._answers.pop(request), "deadline")
         parts = self.scheduler.plan()
         self._move()
         if not parts:
@@ -163,6 +211,16 @@ class Loop:
         for runner in self.runners:
             runner.sleep()
 
+    def load_adapter(self, name: str, source: AdapterSource, alpha: float | None) -> None:
+        """Load an adapter; see `Engine.load_adapter`."""
+        self.adapters.load(name, source, alpha)
+        self.drop_unused_adapters()
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; see `Engine.remove_adapter`."""
+        self.adapters.remove(name)
+        self.drop_unused_adapters()
+
     def drop_unused_adapters(self) -> None:
         """Drop removed adapters that no request has."""
         self.adapters.drop_unused(request.adapter for request in self._answers)
@@ -193,23 +251,6 @@ class Loop:
             "admitted_tokens": scheduler.admitted_tokens,
             **self.counts,
         }
-
-    def take_in(self) -> None:
-        """Take new requests in, and let cancelled ones go."""
-        while self.arriving:
-            answer = self.arriving.popleft()
-            try:  # somebody may have removed it since
-                answer.request.adapter = self.adapters.number(answer.adapter)
-            except ValueError as error:
-                answer.error = error
-                continue
-            answer.request.salt = self._salt(answer.request)
-            self._answers[answer.request] = answer
-            self.scheduler.add(answer.request)
-        while self.leaving:
-            answer = self.leaving.popleft()
-            if not answer.has_ended:
-                self._end(answer, "cancel")
 
     def _move(self) -> None:
         """Copy what a plan wants: from evicted requests, and then to those that are admitted."""

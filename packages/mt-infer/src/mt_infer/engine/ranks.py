@@ -1,48 +1,163 @@
-"""What the ranks of an engine agree on: seeds, times, and whether a mode serves."""
+"""The ranks of an engine: what the first one does, all do."""
 
 from __future__ import annotations
 
-import secrets
-import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from mt_parallel_state import ParallelState
+from mt_parallel_state import (
+    ParallelLayout,
+    ParallelState,
+    agreement_device,
+    share_json,
+    twin_group,
+)
 
-_WORLD = "tp-cp-dp-pp"
+from mt_infer.engine.intake import Given
+from mt_infer.engine.message import pack, unpack
+from mt_infer.images import Image
+from mt_infer.sampling import Sampling
+
+T = TypeVar("T")
+_IDLE = timedelta(days=365)
+_PATIENCE = timedelta(seconds=10)
+
+
+class RankError(RuntimeError):
+    """Another rank of the engine failed; the engine is of no more use."""
+
+
+def _axes(layout: ParallelLayout) -> str:
+    """Return the axes of the ranks of an engine: a replica's, unless replicas share experts."""
+    return "tp-pp" if layout.cp == 1 and layout.edp >= layout.dp else "tp-cp-dp-pp"
 
 
 class Ranks:
-    """The ranks that make the same calls of an engine.
+    """The ranks of an engine, which do the first one's deeds in its order.
+
+    A deed is a function that every rank has, with arguments that JSON can hold. The first rank
+    sends its name and arguments as text, behind the number of bytes, and does it; the others
+    follow. What a deed computes must depend on the deeds so far alone. Where a deed raises, the
+    other ranks raise `RankError` before the next one, unless they wait for the rank inside of a
+    pass: there they see its process end.
 
     Args:
         state: This rank's place in the layout; None for a rank alone.
+
+    Attributes:
+        group: The ranks; None for one.
+        has_failed: Whether a rank has failed.
     """
 
     def __init__(self, state: ParallelState | None) -> None:
-        self._group = None if state is None else state.group(_WORLD)
-        self._device = None if state is None else state.device
+        self.state = state
+        self.group = group = None if state is None else state.group(_axes(state.layout))
+        # In a group of its own, the log doesn't meet a pass that another rank has left.
+        self._group = None if group is None else twin_group(group, "log", timeout=_IDLE)
+        self._rank = 0 if group is None else dist.get_rank(group)
+        device = torch.device("cpu") if state is None else state.device
+        self._device = agreement_device(self._group, device)
+        self.has_failed = False
 
-    def seed(self) -> int:
-        """Return a new seed, the first rank's; a broadcast."""
-        return int(self._first(secrets.randbits(32)))
-
-    def time(self) -> float:
-        """Return the first rank's time, so that deadlines pass in one step; a broadcast."""
-        return self._first(time.monotonic())
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank's calls are the engine's."""
+        return self._rank == 0
 
     def any(self, problem: str | None) -> str | None:
-        """Return a rank's problem, or that another rank has it; an all-reduce (MAX)."""
+        """Return a rank's problem, or that another rank has it; all ranks call it."""
         if self._group is None:
             return problem
-        found = torch.tensor(problem is not None, device=self._device).int()
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return problem or ("another rank refuses it" if found else None)
+        _, is_said = self._meet(is_problem=problem is not None)
+        return next(each for each in self._share(problem) if each) if is_said else None
 
-    def _first(self, value: float) -> float:
-        """Return the first rank's value of up to 53 bits."""
-        if self._group is None:
-            return value
-        shared = torch.tensor(value, dtype=torch.float64, device=self._device)
-        dist.broadcast(shared, group=self._group, group_src=0)
-        return shared.item()
+    def do(self, deed: Callable[..., T], /, **arguments: Any) -> T:
+        """Do a deed on all ranks; the first one calls it.
+
+        Args:
+            deed: The function, by whose name the others know it.
+            arguments: Its arguments.
+        """
+        self.tell(deed.__name__, **arguments)
+        with self.passing_on_errors():
+            return deed(**arguments)
+
+    def check_first(self) -> None:
+        """Raise ValueError if this is not the first rank."""
+        if not self.is_first:
+            raise ValueError(f"rank {self._rank} follows rank 0: call serve() there")
+
+    def tell(self, deed: str, /, **arguments: Any) -> None:
+        """Tell the other ranks of a deed.
+
+        Raises:
+            ValueError: This is not the first rank.
+            RankError: Another rank has failed.
+        """
+        self.check_first()
+        if self.has_failed:
+            raise RankError("a rank of the engine has failed; make a new engine")
+        if self._group is not None:
+            self._exchange(pack([deed, arguments]))
+
+    def follow(self, deeds: Mapping[str, Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
+        """Do the first rank's deeds until one is not among these; return that and its arguments.
+
+        Raises:
+            RankError: Another rank has failed.
+        """
+        while True:
+            name, arguments = unpack(self._exchange(b""), Sampling, Given, Image)
+            if name not in deeds:
+                return name, arguments
+            with self.passing_on_errors():
+                deeds[name](**arguments)
+
+    @contextmanager
+    def passing_on_errors(self) -> Iterator[None]:
+        """Tell the other ranks of an error of this one, if they don't wait for it in a pass."""
+        try:
+            yield
+        except Exception as error:
+            if self._group is not None and not self.has_failed:
+                self.has_failed = True
+                with suppress(RuntimeError):  # they may wait inside of a pass
+                    self._reduced([0, 1, 0], _PATIENCE)
+                    self._share(f"{type(error).__name__}: {error}")
+            raise
+
+    def _exchange(self, text: bytes) -> bytes:
+        """Send the first rank's text to all."""
+        size, _ = self._meet(len(text))
+        body = torch.frombuffer(bytearray(text or bytes(size)), dtype=torch.uint8)
+        body = body.to(self._device)
+        dist.broadcast(body, group=self._group, group_src=0)
+        return body.cpu().numpy().tobytes()
+
+    def _meet(self, size: int = 0, *, is_problem: bool = False) -> tuple[int, bool]:
+        """Return the largest size of all ranks, and whether one has a problem.
+
+        Raises:
+            RankError: One has failed.
+        """
+        size, has_failed, is_said = self._reduced([size, 0, is_problem])
+        if has_failed:
+            self.has_failed = True
+            reasons = self._share(None)
+            rank = next(rank for rank, each in enumerate(reasons) if each)
+            raise RankError(f"rank {rank} of the engine failed: {reasons[rank]}")
+        return size, bool(is_said)
+
+    def _reduced(self, numbers: list[int], patience: timedelta | None = None) -> list[int]:
+        header, group = torch.tensor(numbers, device=self._device), self._group
+        work = dist.all_reduce(header, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        assert work is not None, "this rank is of the group"  # noqa: S101
+        work.wait(patience or _IDLE)
+        return header.tolist()
+
+    def _share(self, reason: str | None) -> list[str | None]:
+        return share_json(reason, self._group, device=self._device)

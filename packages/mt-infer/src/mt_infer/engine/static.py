@@ -14,7 +14,6 @@ from mt_infer.engine.answer import Answer
 from mt_infer.engine.chooser import Wanted, choose_next, follow
 from mt_infer.engine.intake import Intake, Prompts, Samplings
 from mt_infer.engine.options import EngineOptions
-from mt_infer.engine.ranks import Ranks
 from mt_infer.engine.request import Part, Request
 from mt_infer.engine.runner import Runner
 
@@ -44,9 +43,8 @@ class StaticEngine:
         self._options = EngineOptions() if options is None else options
         self._runner, self._tokenizer = Runner(model, self._options, None), tokenizer
         self._vocab_size = model.config.vocab_size if tokenizer is None else tokenizer.vocab_size
-        self._intake = Intake(
-            model.config, tokenizer, frozenset(ends), Ranks(None), vocab_size=self._vocab_size
-        )
+        vocabulary = self._vocab_size
+        self._intake = Intake(model.config, tokenizer, frozenset(ends), vocab_size=vocabulary)
 
     @torch.inference_mode()
     def generate(self, prompts: Prompts, sampling: Samplings = None) -> list[Completion]:

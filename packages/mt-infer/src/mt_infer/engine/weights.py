@@ -27,40 +27,50 @@ class Weights:
         model: The model.
         loop: The loop that serves it.
         run: The opened folder that it was loaded from.
-        state: This rank's place in the layout.
+        ranks: The ranks that serve the same requests.
 
     Attributes:
         ema: Whether steps are read as averages of the weights.
     """
 
-    def __init__(
-        self, model: GPT, loop: Loop, run: Run | None, state: ParallelState | None
-    ) -> None:
-        self._model, self._loop, self._run, self._state = model, loop, run, state
+    def __init__(self, model: GPT, loop: Loop, run: Run | None, ranks: Ranks) -> None:
+        self._model, self._loop, self._run, self._ranks = model, loop, run, ranks
         self.ema, self._are_away = False, False
 
     def load_step(self, step: int | None, *, finish: bool) -> int | None:
         """Read a checkpoint of the run; see `Engine.load_step`."""
-        if self._run is None or self._run.step is None or self._state is None:
+        if self._run is None or self._run.step is None or self._ranks.state is None:
             raise ValueError("load_step needs an engine made by from_folder of an mt-train run")
-        with open_run(self._run.folder, step) as own, same_run(own, self._state) as run:
+        with open_run(self._run.folder, step) as run:
             if run.config != self._run.config:
                 raise RunError(f"{run.source}: its model is not the engine's; make a new engine")
-            with self._swapped(run.step, finish=finish):
-                fill_weights(self._model, run, self._state, ema=self.ema)
+            if finish:
+                self.finish()
+            error = self._ranks.do(self.read_step, step=run.step)
+            if error is not None:
+                raise error
             return run.step
 
-    def update(self, weights: Mapping[str, Tensor], step: int | None, *, finish: bool) -> None:
-        """Copy parameters and buffers; see `Engine.update_weights`."""
-        buffers, rounded = saved_buffers([self._model]), self._rounded()
-        own = dict(self._model.named_parameters()) | buffers
-        for name, x in weights.items():
-            if name in rounded:
-                rounded[name].check_weight(x, name)
-            elif name not in own or own[name].shape != x.shape:
-                has = "none of that name" if name not in own else list(own[name].shape)
-                raise ValueError(f"weights has {name} {list(x.shape)}, and the model {has}")
-        with self._swapped(step, finish=finish), torch.no_grad():
+    def read_step(self, step: int | None) -> BaseException | None:
+        """Read a checkpoint, which the first rank protects; return the error of a rank."""
+        made_of, state = self._run, self._ranks.state
+        assert made_of is not None, "the first rank has seen to it"  # noqa: S101
+        assert state is not None, "the first rank has seen to it"  # noqa: S101
+        try:
+            with self._swapped(step), open_run(made_of.folder, step) as run:
+                fill_weights(self._model, run, state, group=self._ranks.group, ema=self.ema)
+        except BaseException as error:  # noqa: BLE001 - the first rank raises it
+            return error
+        return None
+
+    def update(self, weights: Mapping[str, Tensor], step: int | None) -> None:
+        """Copy parameters and buffers, as each rank does; see `Engine.update_weights`."""
+        own = dict(self._model.named_parameters()) | saved_buffers([self._model])
+        rounded = self._rounded()
+        problem = self._ranks.any(_misfit(weights, own, rounded))
+        if problem is not None:
+            raise ValueError(problem)
+        with self._swapped(step), torch.no_grad():
             for name, x in weights.items():
                 if name in rounded:
                     rounded[name].round_weight(x)
@@ -75,8 +85,6 @@ class Weights:
 
     def sleep(self, level: int) -> None:
         """Free the pages, and at level 2 the weights; see `Engine.sleep`."""
-        if level not in (1, 2):
-            raise ValueError(f"level={level}: use 1 to free keys and values, or 2 for weights too")
         self._loop.sleep()
         if level == 2:
             for runner in self._loop.runners:
@@ -92,20 +100,42 @@ class Weights:
             runner.wake()
         self._are_away = False
 
-    @contextmanager
-    def _swapped(self, step: int | None, *, finish: bool) -> Iterator[None]:
-        while finish and self._loop.scheduler and self._loop.runner.is_awake:
+    def finish(self) -> None:
+        """Let running requests end with the weights that they have, unless the engine sleeps."""
+        while self._loop.scheduler and self._loop.runner.is_awake:
             self._loop.advance()
+
+    @contextmanager
+    def _swapped(self, step: int | None) -> Iterator[None]:
+        """Forget what the old weights made; if a rank has an error, all sleep and raise it."""
+        error: BaseException | None = None
         try:
             yield
-        except BaseException as error:
-            self._loop.forget(None)
-            self._loop.sleep()
-            error.add_note(
-                "the engine sleeps, as its weights may be of two steps; load one, and wake"
-            )
-            raise
-        self._loop.forget(step)
+        except BaseException as raised:  # noqa: BLE001
+            error = raised
+        problem = self._ranks.any(None if error is None else f"{type(error).__name__}: {error}")
+        self._loop.forget(step if problem is None else None)
+        if problem is None:
+            return
+        self._loop.sleep()
+        error = RunError(f"another rank: {problem}") if error is None else error
+        error.add_note("the engine sleeps, as its weights may be of two steps; load one, and wake")
+        raise error
+
+
+def _misfit(
+    weights: Mapping[str, Tensor],
+    own: Mapping[str, Tensor],
+    rounded: Mapping[str, QuantizedLinear],
+) -> str | None:
+    """Say which tensor the model has not, or of another shape; None if it has all."""
+    for name, x in weights.items():
+        if name in rounded:
+            rounded[name].check_weight(x, name)
+        elif name not in own or own[name].shape != x.shape:
+            has = "none of that name" if name not in own else list(own[name].shape)
+            return f"weights has {name} {list(x.shape)}, and the model {has}"
+    return None
 
 
 def loaded_model(run: Run, state: ParallelState, options: EngineOptions, how: Any) -> GPT:
