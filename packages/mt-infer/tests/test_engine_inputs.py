@@ -275,6 +275,8 @@ def test_scores_of_what_an_encoder_reads_are_refused() -> None:
         made.generate([5, 9], Sampling(prompt_logprobs=0))
     with pytest.raises(PromptError, match="encoder"):
         made.score([5, 9])
+    with pytest.raises(ValueError, match="encoder"):
+        made.embed([5, 9])
 
 
 def test_a_block_is_known_by_the_images_that_begin_in_it_or_before() -> None:

@@ -260,6 +260,8 @@ class Engine:
         """
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling={pooling!r}: use 'last' or 'mean'")
+        if self.model.config.encoder_layers:
+            raise ValueError("embed needs a decoder alone, and the model has an encoder")
         given, found = [self._intake.given(each).tokens for each in as_list(prompts)], []
         for tokens in given:
             with self._lock:
