@@ -51,7 +51,7 @@ def step_of(path: Path) -> int:
 def memory() -> tuple[int, int]:
     """Bytes of all tensors that Python holds, and the process's resident memory."""
     gc.collect()
-    held = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    held = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return sum(x.nbytes for x in held), pages * os.sysconf("SC_PAGESIZE")
 

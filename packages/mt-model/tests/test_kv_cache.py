@@ -103,9 +103,10 @@ def test_attention_is_as_near_to_exact_as_half_a_unit_of_each_value_allows(name,
     )  # fmt: skip
     scheme = KVScheme(format=format, scales=KVScales(**scales) if format.is_static else None)
     model.kv_schemes = {0: scheme}
+    own = next(each for each in model.modules() if hasattr(each, "attending"))
     layer = SimpleNamespace(
         index=0, window=window, chunk=None, scale=None, softcap=None,
-        attending={"auto": None}, sink_logits=lambda query: None,
+        attending=own.attending, sink_logits=lambda query: None,
         bias_by_distance=lambda shared, length: None,
     )  # fmt: skip
 
