@@ -20,7 +20,8 @@ OPTIONS += ("optimizer.schedule=constant", "model.qk_norm=none")
 # A mixture whose router has a bias that no optimizer updates; the head is tied.
 MOE = "model.moe={num_experts: 4, top_k: 2, ffn_size: 16, score: sigmoid, bias_rate: 0.01}"
 PROMPTS = [[5, 9, 3, 70, 81], [200, 17], [5, 9, 3, 70, 81, 90, 14]]
-SIZES = {"blocks": 64, "block_size": 4, "batch_invariant": False}
+# Without cached blocks the same prompts make the same passes, and so the same bits.
+SIZES = {"blocks": 64, "block_size": 4, "prefix_cache": False, "batch_invariant": False}
 GREEDY = Sampling(temperature=0, max_tokens=12, seed=0, logprobs=0)
 
 
@@ -60,23 +61,24 @@ def swap(
     engine: Engine, run: RunFolder, before: list[Completion], *, finish: bool
 ) -> list[Completion]:
     """Load a newer step while requests run, and return what a fresh engine of it answers."""
-    streams = [engine.stream(each, GREEDY) for each in PROMPTS]
-    begun = [[next(each) for _ in range(4)] for each in streams]
+    stream = engine.stream(PROMPTS, GREEDY)
+    begun = [next(stream) for _ in range(4 * len(PROMPTS))]  # four tokens of each
     newer_step(run.checkpoints, than=engine.step)
     with hold_checkpoint(run.checkpoints) as path:  # saves go on, and remove steps beside it
         assert engine.load_step(step_of(path), finish=finish) == engine.step == step_of(path)
         fresh = Engine.from_folder(run.path, step=engine.step, **SIZES)
     expected = fresh.generate(PROMPTS, GREEDY)
+    ends = {each.index: each.completion for each in [*begun, *stream] if each.completion}
     assert engine.generate(PROMPTS, GREEDY) == expected
-    for first, stream, old, prompt in zip(begun, streams, before, PROMPTS, strict=True):
-        ended = [*first, *stream][-1].completion
-        if finish:  # in passes with other requests than before, hence to the rounding
-            assert (ended.step, ended.tokens) == (old.step, old.tokens)
-            assert ended.logprobs == pytest.approx(old.logprobs, abs=1e-4)
+    for index, (old, prompt) in enumerate(zip(before, PROMPTS, strict=True)):
+        ended = ends[index]
+        if finish:
+            assert ended == old
             continue
         assert (ended.step, ended.tokens[:4]) == (engine.step, old.tokens[:4])
         (rest,) = fresh.generate(prompt + ended.tokens[:4], GREEDY)
         assert ended.tokens[4:] == rest.tokens[: len(ended.tokens) - 4]
+        # The chunks are others, hence to the rounding.
         assert ended.logprobs[4:] == pytest.approx(rest.logprobs[: len(ended.tokens) - 4], abs=1e-4)
     return expected
 
@@ -108,6 +110,6 @@ def test_an_engine_follows_a_run_that_trains_and_removes_its_old_steps(
     tensors, resident = zip(*taken, strict=True)
     assert len(set(tensors)) == 1
     assert resident[-1] - resident[swaps // 4] < 16 << 20, [x >> 20 for x in resident]
-    biases = [x for name, x in engine.model.named_buffers() if "expert_bias" in name]
+    biases = [x for name, x in engine.model.named_buffers() if name.endswith("expert_bias.value")]
     assert bool(biases) == (model == MOE)
     assert all(each.any() for each in biases)

@@ -350,6 +350,20 @@ def test_damaged_scores_end_their_request_alone() -> None:
     assert made.stats()["free_blocks"] == 64
 
 
+def test_a_stream_has_what_came_while_it_yielded() -> None:
+    made = engine()
+    asked = [[5, 9], [7, 1, 2]], Sampling(temperature=0, max_tokens=3, seed=0)
+    whole = made.generate(*asked)
+    stream = made.stream(*asked)
+    begun = [next(stream), next(stream)]  # the second one's first token is yielded
+    made.generate([4], Sampling(temperature=0, max_tokens=8))  # both end meanwhile
+    deltas = [*begun, *stream]
+    for index, each in enumerate(whole):
+        mine = [delta for delta in deltas if delta.index == index]
+        assert [token for delta in mine for token in delta.tokens] == each.tokens
+        assert mine[-1].completion == each
+
+
 def test_other_weights_give_their_own_answers_and_running_requests_go_on_as_asked() -> None:
     made, other = engine(), GPT(model_of("llama").config, dtype=torch.float64, seed=4).eval()
     asked = [5, 9, 3, 7, 1, 2, 8, 4, 6], Sampling(temperature=0, max_tokens=20)

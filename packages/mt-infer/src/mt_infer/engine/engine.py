@@ -182,8 +182,9 @@ class Engine:
         answers = self._intake.answers(prompts, sampling, images, streams=True, **how)
         with self._loop.submitted(answers):
             while True:
+                has_ended = all_ended(answers)  # while news are taken, other callers make more
                 yield from news_of(answers)
-                if all_ended(answers):
+                if has_ended:
                     return
                 self._advance(lambda: any_ready(answers))
 
@@ -213,9 +214,10 @@ class Engine:
         answers = self._intake.answers(prompts, sampling, images, streams=True, **how)
         with self._loop.submitted(answers):
             while True:
+                has_ended = all_ended(answers)
                 for delta in news_of(answers):
                     yield delta
-                if all_ended(answers):
+                if has_ended:
                     return
                 await asyncio.to_thread(self._advance, lambda: any_ready(answers))
 
