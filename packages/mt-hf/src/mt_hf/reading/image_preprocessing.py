@@ -64,7 +64,9 @@ class ImagePreprocessing:
         checks.done()
         for name in ("size", "crop_size"):
             given = getattr(self, name)
-            sizes = given.values() if isinstance(given, Mapping) else [given or 1]
+            sizes = (
+                given.values() if isinstance(given, Mapping) else [1 if given is None else given]
+            )
             if not all(0 < size <= _MAX_SIZE for size in sizes):
                 checks.add(name, f"{shorten(given)}: use 1 to {_MAX_SIZE}")
         if not 0 <= self.resample <= _MAX_FILTER:
