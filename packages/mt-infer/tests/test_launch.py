@@ -144,6 +144,6 @@ def test_the_launchers_number_is_taken(saved_run, generate, launched, monkeypatc
     for name, value in {**variables, **places}.items():
         monkeypatch.setenv(name, str(value))
     text = Completion(tokens=[1], text="text", end="length", seed=0)
-    monkeypatch.setattr("mt_infer.cli._generate", lambda *call: text)
+    monkeypatch.setattr("mt_infer.commands.generate._generate", lambda *call: text)
     assert generate(saved_run, *options) == (0, "text\n", "")
     assert launched == []

@@ -1,108 +1,26 @@
-"""The `mt-infer` command."""
+"""The `mt-infer` command line: it finds the command, binds its options and runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Protocol
 
 import tyro
-from mt_files import did_you_mean, import_failure, quick_imports, shorten
+from mt_files import did_you_mean, import_failure, shorten
 
-from mt_infer.console import bounded, check_printable, keep_quiet, open_streams, print_text, say
-from mt_infer.quantize import Quantize, run_quantize
-
-if TYPE_CHECKING:
-    from mt_model import GPT
-    from mt_parallel_state import DistributedEnv
-
-    from mt_infer.completion import Completion
-    from mt_infer.loading import Run
-    from mt_infer.sampling import Sampling
-
-_BAD_COMMAND = 2
-_MAX_PROMPT_BYTES = 1 << 24
-_MAX_GRAMMAR_BYTES = 1 << 20
-_MAX_ARGUMENT_BYTES = 100_000  # Linux takes 128 KiB
-_ONE_THREAD_PARAMETERS = 1 << 22
-
-
-@dataclass(kw_only=True)
-class Generate:
-    """Continue a prompt with a run or a folder of Hugging Face, and print the continuation."""
-
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
-    """The --out folder of an mt-train run, a folder of Hugging Face, or a model of the hub in the
-    local cache, such as Qwen/Qwen3-0.6B."""
-    prompt: str
-    """The text to continue; - reads it from standard input."""
-    chat: bool = False
-    """The prompt is what a user says: it is written by the model's chat template, and the answer is
-    what the model says; needs mt-infer[chat]."""
-    system: str | None = None
-    """What the system says before the user, with --chat."""
-    image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
-    """A file with an image, for one image token of the prompt; may be given several times."""
-    step: int | None = None
-    """The checkpoint of this step; by default the latest."""
-    download: bool = False
-    """Download a model of the hub that is not in the cache."""
-    adapter: Path | None = None
-    """A folder of Hugging Face PEFT with a LoRA adapter of the model."""
-    ema: bool = False
-    """Use the moving average of the weights, if training kept one (optimizer.ema)."""
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A text that ends the continuation, which is cut before it; may be given several times."""
-    json_schema: Path | None = None
-    """A file with the JSON schema of the continuation; needs mt-infer[grammar]."""
-    regex: str | None = None
-    """A regular expression that the whole continuation matches; needs mt-infer[grammar]."""
-    grammar: Path | None = None
-    """A file with the grammar of the continuation, in llguidance's form of Lark; needs
-    mt-infer[grammar]."""
-    max_tokens: int = 128
-    """Stop after this many tokens, or at the end of the model's context."""
-    greedy: bool = False
-    """Always take the most likely token (temperature 0)."""
-    temperature: float | None = None
-    """Divisor of the logits; by default 1."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the most likely tokens that together reach this probability."""
-    seed: int = 0
-    """The same seed gives the same text."""
-    dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
-    """Dtype of the computation; by default fp32 on a CPU and bf16 on a GPU."""
-    kernels: Literal["auto", "fused", "reference"] = "auto"
-    """Kernels of norms, gates, rope and attention: the fastest as measured (auto), those of
-    mt-fusions, or plain torch."""
-    kv_cache_dtype: Literal["auto", "full", "fp8", "int8"] = "auto"
-    """Format of cached keys and values: fp8 or int8, with a scale for each head of each token, in
-    half the bytes of bf16; full, as --dtype; auto, the format of a folder's scales, or full."""
-    speculate: str | None = None
-    """Who guesses tokens, of which a pass verifies several; the text stays the same: ngram, mtp, or
-    the folder of a smaller model with the same tokenizer."""
-    nproc: int | None = None
-    """Number of processes to start, which share the model; by default --pp. Leave it out under
-    torchrun or srun."""
-    cuda_graphs: bool = False
-    """Replay a CUDA graph for each token; on a CPU, run the same passes with a graph's checks."""
-    pp: int = 1
-    """Number of pipeline stages, each with a part of the layers; processes may share a stage."""
-    ep: int = 1
-    """Expert parallelism: number of parts of each layer's experts. It divides the processes of a
-    stage; processes with the same part split each expert."""
-
+from mt_infer.commands.flags import flag_of, options_of
+from mt_infer.commands.generate import Generate
+from mt_infer.commands.quantize import Quantize
+from mt_infer.console import bounded, check_printable, open_streams, print_text, say
 
 _COMMANDS = {"generate": Generate, "quantize": Quantize}
+
+
+class _Command(Protocol):
+    def run_command(self) -> int: ...
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -118,7 +36,7 @@ def _main(arguments: list[str]) -> int:
             return 0
         command = _parse(arguments)
         check_printable(has_stdout=has_stdout)
-        return run_quantize(command) if isinstance(command, Quantize) else _run(command)
+        return command.run_command()
     except KeyboardInterrupt:
         return 130
     except Exception as error:
@@ -135,271 +53,7 @@ def _main(arguments: list[str]) -> int:
         return code
 
 
-def _run(command: Generate) -> int:
-    with quick_imports():
-        from mt_parallel_state import detect_env, launch, must_launch
-
-        from mt_infer.loading import open_run
-
-    env = detect_env()
-    with contextlib.ExitStack() as stack:
-        with _told_once(env):
-            sampling = _check_options(command, env)
-            run = stack.enter_context(
-                open_run(command.run, command.step, download=command.download)
-            )
-            command.download = False  # once, and not by each rank
-            _check_run(command, env, run, sampling)
-        if must_launch(command.nproc or 1, env):
-            return launch("mt_infer", _as_arguments(command, run.step), command.nproc or 1)
-        completion = _generate(command, env, run, sampling)
-    if completion is not None and env.rank == 0:
-        print_text(completion.text or "")
-        if completion.end == "context":
-            limit, new = run.config.max_sequence_length, len(completion.tokens)
-            say(f"the model's context of {limit} tokens is full after {new} new tokens")
-        if completion.end == "length" and sampling.grammar_field is not None:
-            say(f"--max-tokens {command.max_tokens} ended the text before its grammar did")
-    return 0
-
-
-@contextlib.contextmanager
-def _told_once(env: DistributedEnv) -> Iterator[None]:
-    """Let one rank of each node report an error that all of them find."""
-    # The launcher ends all ranks as soon as one exits, so the silent ones wait a second.
-    try:
-        yield
-    except Exception:
-        if env.local_rank > 0:
-            time.sleep(1)
-            sys.exit(1)
-        raise
-
-
-def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
-    """Check the options, and replace the prompt `-` by the text of standard input."""
-    from mt_parallel_state import must_launch
-
-    from mt_infer.sampling import Sampling
-
-    if command.max_tokens < 1:
-        raise ValueError(f"--max-tokens {command.max_tokens}: use 1 or more")
-    if "" in command.stop:
-        raise ValueError("--stop '': every text has it; name a text of one character or more")
-    if command.system is not None and not command.chat:
-        raise ValueError("--system is said in a conversation; add --chat, or leave it out")
-    if command.chat and command.cuda_graphs:
-        raise ValueError("--chat does not go with --cuda-graphs: leave one out")
-    if command.greedy and command.temperature not in (None, 0.0):
-        raise ValueError(
-            f"--greedy and --temperature {command.temperature} contradict each other: leave one out"
-        )
-    if command.pp < 1:
-        raise ValueError(f"--pp {command.pp}: use 1 or more")
-    if command.nproc is None:
-        command.nproc = command.pp if env.world_size == 1 else 1
-    launches = must_launch(command.nproc, env)
-    if max(command.nproc, env.world_size) % command.pp:
-        raise ValueError(
-            f"--pp {command.pp} does not divide {max(command.nproc, env.world_size)} processes; "
-            "start a multiple of it"
-        )
-    shared = max(command.nproc, env.world_size) // command.pp
-    if command.ep < 1 or shared % command.ep:
-        raise ValueError(
-            f"--ep {command.ep} does not divide the {shared} processes that share a stage; start "
-            "a multiple of it"
-        )
-    temperature = 1.0 if command.temperature is None else command.temperature
-    sampling = Sampling(
-        temperature=0.0 if command.greedy else temperature,
-        top_k=command.top_k,
-        top_p=command.top_p,
-        seed=command.seed,
-        stop=command.stop,
-        max_tokens=command.max_tokens,
-        **_grammar(command),
-    )
-    if command.prompt == "-":
-        command.prompt = _read_prompt(env)
-    if launches and len(os.fsencode(command.prompt)) > _MAX_ARGUMENT_BYTES:
-        raise ValueError(
-            f"a prompt of more than {_MAX_ARGUMENT_BYTES} bytes can't be passed to the processes "
-            "of --nproc; leave --nproc out, or start them with torchrun"
-        )
-    return sampling
-
-
-def _grammar(command: Generate) -> dict[str, Any]:
-    """Return the field of `Sampling` that has the grammar, if an option gives one."""
-    from mt_files import read_text
-
-    named = {name: getattr(command, name) for name in ("json_schema", "regex", "grammar")}
-    given = {name: value for name, value in named.items() if value is not None}
-    if len(given) > 1:
-        flags = " and ".join(map(_flag, given))
-        raise ValueError(f"{flags} contradict each other: leave all but one out")
-    return {
-        name: read_text(value, limit=_MAX_GRAMMAR_BYTES) if isinstance(value, Path) else value
-        for name, value in given.items()
-    }
-
-
-def _read_prompt(env: DistributedEnv) -> str:
-    if env.world_size > 1:
-        raise ValueError(
-            f"--prompt - under {env.launcher}: its processes can't share standard input; give the "
-            "text itself"
-        )
-    content = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
-    if len(content) > _MAX_PROMPT_BYTES:
-        raise ValueError(f"standard input has more than {_MAX_PROMPT_BYTES} bytes; shorten it")
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"standard input is not UTF-8: {error.reason}, byte {error.start}"
-        ) from error
-
-
-def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> None:
-    """Check the options against the run, before weights are read and processes started."""
-    from mt_model import validate_split
-
-    from mt_infer.engine.grammar import Grammars
-    from mt_infer.loading import check_ema, check_kv_cache
-
-    if command.ema:
-        check_ema(run)
-    if command.cuda_graphs and run.config.encoder_layers:
-        raise ValueError("--cuda-graphs: a model with an encoder runs without them; leave it out")
-    processes = max(command.nproc or 1, env.world_size)
-    try:
-        validate_split(run.config, processes // command.pp)
-        etp = processes // command.pp // command.ep
-        run.config.check_experts(ep=command.ep, etp=etp)
-    except ValueError as error:
-        raise ValueError(f"{processes} processes can't share this model: {error}") from error
-    if command.pp > run.config.num_layers:
-        raise ValueError(
-            f"--pp {command.pp}: the model has {run.config.num_layers} layers to share"
-        )
-    if command.adapter is not None and (command.cuda_graphs or run.config.encoder_layers):
-        raise ValueError(
-            "--adapter does not go with --cuda-graphs or an encoder; merge it into the model"
-        )
-    if command.speculate is not None and command.cuda_graphs:
-        raise ValueError("--speculate does not go with --cuda-graphs; leave one of them out")
-    if command.kv_cache_dtype in ("fp8", "int8"):
-        check_kv_cache(run, command.kv_cache_dtype)
-    _tokens(command, run)
-    Grammars(run.tokenizer).of(sampling, run.ends)
-
-
-def _tokens(command: Generate, run: Run) -> list[int]:
-    """Return the tokens of the prompt and its images."""
-    from mt_infer.images import place_images
-    from mt_infer.text import check_prompt, encode_prompt
-
-    prompt = _prompt(command, run)
-    is_text = isinstance(prompt, str)
-    tokens = encode_prompt(prompt, run.tokenizer, run.config) if is_text else prompt
-    tokens, _ = place_images(tokens, command.image, run.config, run.pixels)
-    check_prompt(tokens, run.config)
-    return tokens
-
-
-def _prompt(command: Generate, run: Run) -> str | list[int]:
-    """Return the prompt, which with --chat is what the chat template makes of it."""
-    if not command.chat:
-        return command.prompt
-    from mt_tokenizer import ChatTemplate
-
-    messages = [{"role": "user", "content": command.prompt}]
-    if command.system is not None:
-        messages.insert(0, {"role": "system", "content": command.system})
-    with ChatTemplate.from_folder(run.hugging_face) as template:
-        return run.tokenizer.encode_chat(template.render(messages))
-
-
-def _as_arguments(command: Generate, step: int | None) -> list[str]:
-    """Return the command line of a rank, with the chosen step and the text of the prompt."""
-    command.step = step
-    names, switches = _options(Generate)
-    given = {name: getattr(command, name) for name in names}
-    repeated = [f"--{name}={each}" for name in ("stop", "image") for each in given.pop(name)]
-    options = [f"{_flag(name)}={value}" for name, value in given.items() if value is not None]
-    switches = [_flag(name) for name in switches if getattr(command, name)]
-    return ["generate", *repeated, *options, *switches, "--", str(command.run)]
-
-
-def _generate(
-    command: Generate, env: DistributedEnv, run: Run, sampling: Sampling
-) -> Completion | None:
-    """Return the completion on the first rank, and None on those that follow it."""
-    from mt_parallel_state import ParallelLayout, ParallelState, joined
-
-    from mt_infer.engine.engine import Engine
-    from mt_infer.engine.options import EngineOptions
-    from mt_infer.loading import load_weights, same_run
-
-    tp = env.world_size // command.pp
-    layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
-    how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
-    with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
-        # Graphs are for one prompt at a time.
-        if command.cuda_graphs:
-            with same_run(run, state) as agreed:
-                generator = load_weights(agreed, state, **how)
-            kept = {"kv_cache_dtype": command.kv_cache_dtype, "cuda_graphs": command.cuda_graphs}
-            told = say if env.local_rank == 0 else keep_quiet
-            _use_threads(generator.model)
-            generator = replace(generator, **kept, on_eager=told)
-            return generator.complete(command.prompt, sampling)
-        options = EngineOptions(
-            blocks=_blocks(command, run, EngineOptions.block_size),
-            max_batch=1,
-            kv_cache_dtype=command.kv_cache_dtype,
-            prefix_cache=False,
-            speculate=command.speculate,
-            batch_invariant=False,  # nothing runs beside it
-        )
-        with same_run(run, state) as agreed:
-            engine = Engine.from_run(agreed, state, options, **how)
-        _use_threads(engine.model)
-        name = None if command.adapter is None else str(command.adapter)
-        if env.rank > 0:
-            engine.serve()
-            return None
-        with engine:
-            if name is not None:
-                engine.load_adapter(name, name)
-            images = [list(command.image)]
-            return engine.generate(_prompt(command, run), sampling, images, adapter=name)[0]
-
-
-def _blocks(command: Generate, run: Run, size: int) -> int:
-    """Return the number of blocks for the prompt alone."""
-    given, source = len(_tokens(command, run)), 0
-    if run.config.encoder_layers:
-        given, source = 1, given
-    length = min(given + command.max_tokens, run.config.max_sequence_length)
-    return -(-length // size) - (-source // size)
-
-
-def _use_threads(model: GPT) -> None:
-    """Use one thread for a small model, because threads wait for each other in tiny products.
-
-    With a second thread the quickstart's tokens were twenty times slower on two busy cores, and no
-    faster on idle ones.
-    """
-    import torch
-
-    if sum(param.numel() for param in model.parameters()) <= _ONE_THREAD_PARAMETERS:
-        torch.set_num_threads(1)
-
-
-def _parse(arguments: list[str]) -> Generate | Quantize:
+def _parse(arguments: list[str]) -> _Command:
     first = arguments[0] if arguments else ""
     if first and not first.startswith("-") and first not in _COMMANDS:
         raise ValueError(f"{shorten(first)} is no command. {did_you_mean(first, _COMMANDS)}")
@@ -417,24 +71,13 @@ def _parse(arguments: list[str]) -> Generate | Quantize:
         sys.stderr.write(bounded(said.getvalue()))
 
 
-def _options(command: type[Generate] | type[Quantize]) -> tuple[list[str], list[str]]:
-    """Return the names of a command's options with a value, and of its switches."""
-    named = [field for field in fields(command) if "Positional" not in str(field.type)]
-    switches = [field.name for field in named if field.type == "bool"]
-    return [field.name for field in named if field.name not in switches], switches
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def _joined_values(arguments: list[str]) -> list[str]:
     """Join each option with its value, which may begin with a dash; refuse unknown options."""
     if not arguments or arguments[0] not in _COMMANDS:
         return arguments
-    names, switches = _options(_COMMANDS[arguments[0]])
-    flags = {_flag(f"{no}{name}") for name in switches for no in ("", "no_")}
-    known = {*map(_flag, names), *flags, "--help"}
+    names, switches = options_of(_COMMANDS[arguments[0]])
+    flags = {flag_of(f"{no}{name}") for name in switches for no in ("", "no_")}
+    known = {*map(flag_of, names), *flags, "--help"}
     words, rest = [], iter(arguments)
     for word in rest:
         name, equals, _ = word.partition("=")

@@ -56,37 +56,42 @@ class Quantize:
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of scales and of tensors in full precision; by default as stored."""
 
+    def run_command(self) -> int:
+        """Check the command, make the folder, print its sizes and return the exit status."""
+        with quick_imports():
+            from mt_parallel_state import ParallelLayout, ParallelState, detect_env, joined
 
-def run_quantize(command: Quantize) -> int:
-    """Check the command, make the folder, print its sizes and return the exit status."""
-    with quick_imports():
-        from mt_parallel_state import ParallelLayout, ParallelState, detect_env, joined
+            from mt_infer.loading import check_kv_cache, load_weights, open_run
+            from mt_infer.quantization import (
+                Calibration,
+                check_source,
+                quantize_model,
+                stored_dtype,
+            )
 
-        from mt_infer.loading import check_kv_cache, load_weights, open_run
-        from mt_infer.quantization import Calibration, check_source, quantize_model, stored_dtype
-
-    config = _check_options(command)
-    env = detect_env()
-    if env.world_size > 1:
-        raise ValueError(
-            f"quantize is one process, and {env.launcher} started {env.world_size}; start it alone"
-        )
-    with open_run(command.run, command.step, download=command.download) as run:
-        check_source(run, ema=command.ema)
-        if command.kv_cache_dtype is not None:
-            check_kv_cache(run, command.kv_cache_dtype)
-        text = Calibration.of(command.calibration, run, command.samples, command.length)
-        with joined(env) as device, ParallelState(ParallelLayout(), device=device) as state:
-            dtype = command.dtype or stored_dtype(run)
-            model = load_weights(run, state, dtype=dtype, ema=command.ema).model
-            if command.recipe is not None and command.group_size is None:
-                _say_groups(model, config)
-            how = {"layout": command.layout, "calibration": text, "progress": _tell}
-            made = quantize_model(model, run, config, command.out, **how)
-    if text is not None and not text.is_read:
-        say(f"{text.path} was not needed: no rule reads activations")
-    print_text(made)
-    return 0
+        config = _check_options(self)
+        env = detect_env()
+        if env.world_size > 1:
+            raise ValueError(
+                f"quantize is one process, and {env.launcher} started {env.world_size}; "
+                "start it alone"
+            )
+        with open_run(self.run, self.step, download=self.download) as run:
+            check_source(run, ema=self.ema)
+            if self.kv_cache_dtype is not None:
+                check_kv_cache(run, self.kv_cache_dtype)
+            text = Calibration.of(self.calibration, run, self.samples, self.length)
+            with joined(env) as device, ParallelState(ParallelLayout(), device=device) as state:
+                dtype = self.dtype or stored_dtype(run)
+                model = load_weights(run, state, dtype=dtype, ema=self.ema).model
+                if self.recipe is not None and self.group_size is None:
+                    _say_groups(model, config)
+                how = {"layout": self.layout, "calibration": text, "progress": _tell}
+                made = quantize_model(model, run, config, self.out, **how)
+        if text is not None and not text.is_read:
+            say(f"{text.path} was not needed: no rule reads activations")
+        print_text(made)
+        return 0
 
 
 def _check_options(command: Quantize) -> QuantizationConfig:

@@ -1,0 +1,1 @@
+"""The commands of `mt-infer`: each is a dataclass of its options that runs itself."""
