@@ -1,0 +1,1 @@
+"""The engine as a server of OpenAI's interface."""

@@ -1,0 +1,151 @@
+"""Bodies of requests: bytes to frozen dataclasses, without what JSON readers disagree about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from mt_files import FileError, bind, parse_json, shorten
+
+from mt_infer.server.refusal import Refusal
+
+MAX_DEPTH = 64
+_INTEGERS = range(-(2**63), 2**63)
+_LONGEST = 500
+_SHOWN_STEPS = 8
+# Schemas of others, in which a null may say something.
+_FREE = frozenset({"parameters", "schema", "json_schema", "chat_template_kwargs", "arguments"})
+_IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
+)
+
+
+class Form(Protocol):
+    """A dataclass of the fields of a route's body.
+
+    Attributes:
+        NOT_SERVED: Fields of OpenAI's that are refused, with the reason.
+    """
+
+    NOT_SERVED: ClassVar[Mapping[str, str]]
+
+
+T = TypeVar("T", bound=Form)
+
+
+def read_form(cls: type[T], content: bytes) -> T:
+    """Return the dataclass of a body.
+
+    Nulls are as good as nothing, and fields that can't change an answer are ignored.
+
+    Args:
+        cls: The dataclass.
+        content: The body.
+
+    Raises:
+        Refusal: The body is no JSON, is nested too deeply, or a field is unknown, not served, or
+            has a wrong value.
+    """
+    given = _without_nulls(_parsed(content))
+    for name in _IGNORED & given.keys():
+        del given[name]
+    for name in given.keys() & cls.NOT_SERVED.keys():
+        reason = cls.NOT_SERVED[name]
+        raise Refusal(
+            f"{name}: is a field of OpenAI's that is not served here; {reason}",
+            param=name,
+            code="unsupported_parameter",
+        )
+    bound = bind(cls, given)
+    if bound.value is None:
+        path, text, _ = bound.problems[0]
+        code = "unknown_parameter" if text.startswith("unknown key") else "invalid_value"
+        raise field_refusal(path, text, code=code)
+    return bound.value
+
+
+def field_refusal(path: str, text: str, *, code: str = "invalid_value") -> Refusal:
+    """Return the refusal of a field.
+
+    Args:
+        path: Path of the field; empty for the body as a whole.
+        text: What is wrong with it.
+        code: OpenAI's short name of the error.
+    """
+    message = f"{path}: {text}" if path else text
+    return Refusal(shorten_text(message), param=path or None, code=code)
+
+
+def shorten_text(text: str) -> str:
+    """Return a message of bounded length without characters that can't be encoded."""
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        value = parse_json(content, name="the body")
+    except FileError as error:
+        raise Refusal(shorten_text(f"the body {error.problem}"), code="invalid_json") from None
+    _check(value)
+    if not isinstance(value, dict):
+        raise Refusal(
+            f"the body is {shorten(value)}; send a JSON object of the fields", code="invalid_json"
+        )
+    return value
+
+
+def _check(value: Any) -> None:
+    """Refuse depth, integers beyond 64 bits and lone surrogates anywhere."""
+    path: list[str | int] = []
+    problem = _problem(value, path)
+    if problem is not None:
+        steps = (f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)
+        where = "".join(steps).removeprefix(".")
+        if len(path) > _SHOWN_STEPS:
+            where = ""
+        raise field_refusal(shorten_text(where), problem)
+
+
+def _problem(value: Any, path: list[str | int]) -> str | None:
+    """Return the first problem of a value; the path then leads to it."""
+    if len(path) > MAX_DEPTH:
+        return f"the body is nested deeper than {MAX_DEPTH} levels"
+    if isinstance(value, str):
+        return _surrogate(value)
+    if isinstance(value, int):
+        return None if value in _INTEGERS else f"{shorten(value)} does not fit 64 bits"
+    if not isinstance(value, dict | list):
+        return None
+    are_tokens = isinstance(value, list) and set(map(type, value)) == {int}
+    if are_tokens and min(value) in _INTEGERS and max(value) in _INTEGERS:
+        return None  # quickly, because they are many
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        path.append(key)
+        found = _problem(inner, path) or (_surrogate(key) if isinstance(key, str) else None)
+        if found is not None:
+            return found
+        path.pop()
+    return None
+
+
+def _surrogate(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"has a lone surrogate at character {error.start}, which is no character; replace it"
+    return None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        items = ((key, each) for key, each in value.items() if each is not None)
+        return {key: each if key in _FREE else _without_nulls(each) for key, each in items}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,172 @@
+"""Fields of the bodies that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from mt_files import Checks
+
+from mt_infer.sampling import Sampling
+
+_MOST_N = 128
+_MOST_TOP = 20
+_MOST_WORDS = 1024
+_HOTTEST = 100.0
+_COLDEST = 1e-3
+# Fields of `Sampling` that a body has under the same name.
+_SAME = (
+    "seed",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "n",
+    "regex",
+    "grammar",
+    "logit_bias",
+    "stop",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """How a stream is sent.
+
+    Attributes:
+        include_usage: Whether the last chunk has the numbers of tokens.
+        include_obfuscation: Nothing is padded, whatever it says.
+    """
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choosing:
+    """Fields of a body that say how tokens are chosen; see `Sampling`.
+
+    Attributes:
+        model: Name of the served model or of an adapter; empty for the model.
+        stop: Texts that end the answer.
+        stream: Whether the answer comes in events.
+        stream_options: How it then comes.
+        cache_salt: Only requests with the same salt share cached prompts.
+        deadline_s: Seconds after which the answer ends whatever it has.
+        receipt: Whether the answer brings what `mt-infer replay` needs to make it again.
+    """
+
+    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
+
+    model: str = ""
+    seed: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    stop: str | tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    n: int = 1
+    regex: str | None = None
+    grammar: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = field(default_factory=StreamOptions)
+    cache_salt: str = ""
+    deadline_s: float | None = None
+    receipt: bool = False
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        self._check(checks)
+        checks.done()
+        self.sampling()
+
+    def _check(self, checks: Checks) -> None:
+        checks.at_most(_MOST_N, "n")
+        checks.at_most(_HOTTEST, "temperature")
+        if 0 < self.temperature < _COLDEST:
+            checks.add("temperature", f"{self.temperature} is too small; use 0, or {_COLDEST} on")
+        checks.above(0, "deadline_s")
+        for name in ("presence_penalty", "frequency_penalty"):
+            checks.at_least(-_HOTTEST, name)
+            checks.at_most(_HOTTEST, name)
+        checks.at_least(_COLDEST, "repetition_penalty")
+        checks.at_most(_HOTTEST, "repetition_penalty")
+        for token, bias in self.logit_bias.items():
+            if not token.isascii() or not token.isdigit():
+                checks.add("logit_bias", f"the key {token[:40]!r} is no number of a token")
+            elif abs(bias) > _HOTTEST:
+                checks.add("logit_bias", f"{bias} is out of range; use -100 to 100")
+        for name in ("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+            found = getattr(self, name)
+            if not isinstance(found, str) and len(found) > _MOST_WORDS:
+                checks.add(name, f"{len(found)} entries are too many; use at most {_MOST_WORDS}")
+
+    def sampling(self, **more: Any) -> Sampling:
+        """Return the parameters of the choice, with what a route adds.
+
+        Raises:
+            FieldError: A value is out of its range.
+        """
+        return Sampling(**{name: getattr(self, name) for name in _SAME}, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionForm(Choosing):
+    """Body of `/v1/completions`.
+
+    Attributes:
+        prompt: Texts, or lists of tokens.
+        max_tokens: Largest number of tokens.
+        echo: Whether the answer begins with the prompt.
+        logprobs: Number of most likely tokens to report for each.
+        json_schema: JSON schema of the answer.
+    """
+
+    NOT_SERVED: ClassVar[Mapping[str, str]] = {
+        "suffix": "models continue texts from their end; leave it out",
+        "best_of": "ask for n answers, and take the best by their logprobs",
+    }
+
+    prompt: str | tuple[str | int | tuple[int, ...], ...]
+    max_tokens: int = 16
+    echo: bool = False
+    logprobs: int | None = None
+    json_schema: Mapping[str, Any] | None = None
+
+    def _check(self, checks: Checks) -> None:
+        super()._check(checks)
+        checks.at_least(0, "logprobs", "max_tokens")
+        checks.at_most(_MOST_TOP, "logprobs")
+        given = () if isinstance(self.prompt, str) else self.prompt
+        if self.prompt == ():
+            checks.add("prompt", "an empty list; give one prompt or more")
+        if len({isinstance(each, int) for each in given}) > 1:
+            checks.add("prompt", "mixes tokens with texts or lists; give one of these")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, one or several."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        tokens = [each for each in self.prompt if isinstance(each, int)]
+        if tokens:
+            return [tokens]
+        return [list(each) if isinstance(each, tuple) else str(each) for each in self.prompt]
