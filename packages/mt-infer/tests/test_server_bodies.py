@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from mt_infer.server.bodies import read_form
 from mt_infer.server.forms import CompletionForm
-from mt_infer.server.refusal import Refusal
+from mt_infer.server.refusal import RefusedError
 
 NO_JSON = {
     b"": "is not valid JSON",
@@ -52,7 +52,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize("content", NO_JSON, ids=lambda content: repr(content[:20]))
 def test_what_is_no_plain_json_is_refused(content: bytes) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RefusedError) as refused:
         read_form(CompletionForm, content)
     assert refused.value.status == 400
     assert refused.value.code == "invalid_json"
@@ -61,7 +61,7 @@ def test_what_is_no_plain_json_is_refused(content: bytes) -> None:
 
 @pytest.mark.parametrize(("body", "param", "text"), WRONG, ids=lambda each: str(each)[:30])
 def test_a_wrong_field_is_named_with_its_value(body: dict[str, Any], param: str, text: str) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RefusedError) as refused:
         read_form(CompletionForm, json.dumps(body).encode())
     assert refused.value.param == (param or None)
     assert text in refused.value.message

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from mt_files import FileError, bind, parse_json, shorten
 
-from mt_infer.server.refusal import Refusal
+from mt_infer.server.refusal import RefusedError
 
 MAX_DEPTH = 64
 _INTEGERS = range(-(2**63), 2**63)
@@ -50,7 +50,7 @@ def read_form(cls: type[T], content: bytes) -> T:
         content: The body.
 
     Raises:
-        Refusal: The body is no JSON, is nested too deeply, or a field is unknown, not served, or
+        RefusedError: The body is no JSON, is nested too deeply, or a field is unknown, not served, or
             has a wrong value.
     """
     given = _without_nulls(_parsed(content))
@@ -58,7 +58,8 @@ def read_form(cls: type[T], content: bytes) -> T:
         del given[name]
     for name in given.keys() & cls.NOT_SERVED.keys():
         reason = cls.NOT_SERVED[name]
-        raise Refusal(
+        raise RefusedError(
+            400,
             f"{name}: is a field of OpenAI's that is not served here; {reason}",
             param=name,
             code="unsupported_parameter",
@@ -71,7 +72,7 @@ def read_form(cls: type[T], content: bytes) -> T:
     return bound.value
 
 
-def field_refusal(path: str, text: str, *, code: str = "invalid_value") -> Refusal:
+def field_refusal(path: str, text: str, *, code: str = "invalid_value") -> RefusedError:
     """Return the refusal of a field.
 
     Args:
@@ -80,7 +81,7 @@ def field_refusal(path: str, text: str, *, code: str = "invalid_value") -> Refus
         code: OpenAI's short name of the error.
     """
     message = f"{path}: {text}" if path else text
-    return Refusal(shorten_text(message), param=path or None, code=code)
+    return RefusedError(400, shorten_text(message), param=path or None, code=code)
 
 
 def shorten_text(text: str) -> str:
@@ -93,11 +94,15 @@ def _parsed(content: bytes) -> dict[str, Any]:
     try:
         value = parse_json(content, name="the body")
     except FileError as error:
-        raise Refusal(shorten_text(f"the body {error.problem}"), code="invalid_json") from None
+        raise RefusedError(
+            400, shorten_text(f"the body {error.problem}"), code="invalid_json"
+        ) from None
     _check(value)
     if not isinstance(value, dict):
-        raise Refusal(
-            f"the body is {shorten(value)}; send a JSON object of the fields", code="invalid_json"
+        raise RefusedError(
+            400,
+            f"the body is {shorten(value)}; send a JSON object of the fields",
+            code="invalid_json",
         )
     return value
 
