@@ -50,8 +50,8 @@ def read_form(cls: type[T], content: bytes) -> T:
         content: The body.
 
     Raises:
-        RefusedError: The body is no JSON, is nested too deeply, or a field is unknown, not served, or
-            has a wrong value.
+        RefusedError: The body is no JSON, is nested too deeply, or a field is unknown, not served,
+            or has a wrong value.
     """
     given = _without_nulls(_parsed(content))
     for name in _IGNORED & given.keys():
