@@ -132,6 +132,7 @@ def together(
             del streams[index]
             continue
         tokens, logprobs = found[index][0] + delta.tokens, found[index][1] + (delta.logprobs or [])
+        assert len(delta.top_logprobs or []) == len(delta.tokens)
         found[index] = tokens, logprobs, delta.completion
         if len(tokens) >= left.get(index, 99):
             streams.pop(index).close()
@@ -158,6 +159,7 @@ def check(name: str, way: str, number: int, seed: int, **more: Any) -> dict[str,
         if completion is not None:
             assert (completion.tokens, completion.end) == (whole.tokens, whole.end)
             assert completion.logprobs == logprobs
+            assert len(completion.top_logprobs) == len(logprobs)
     stats = engine.stats()
     assert stats["free_blocks"] == stats["blocks"]
     assert stats["free_host_blocks"] == WAYS[way].get("host_blocks", 0)

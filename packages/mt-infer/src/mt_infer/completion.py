@@ -47,6 +47,7 @@ class Delta:
         tokens: New tokens.
         text: New text, of whole characters, and without the beginning of a stop text.
         logprobs: Logprobs of the new tokens, if wanted.
+        top_logprobs: For each new token the most likely ones, if wanted.
         completion: The whole, with the last delta.
     """
 
@@ -54,4 +55,5 @@ class Delta:
     tokens: list[int]
     text: str
     logprobs: list[float] | None = None
+    top_logprobs: list[Mapping[int, float]] | None = None
     completion: Completion | None = None

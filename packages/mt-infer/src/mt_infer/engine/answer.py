@@ -126,6 +126,9 @@ class Answer:
                 tokens=tokens[len(tokens) - count :],
                 text=text,
                 logprobs=self.logprobs.chosen[-count:] if self.wants_logprobs and count else None,
+                top_logprobs=self.logprobs.top[-count:]
+                if self.sampling.logprobs and count
+                else None,
                 completion=self.completion,
             )
         )
