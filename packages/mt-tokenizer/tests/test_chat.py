@@ -5,7 +5,13 @@ import sys
 import time
 
 import pytest
-from mt_tokenizer import ChatError, ChatLimits, ChatTemplate, train_tokenizer
+from mt_tokenizer import (
+    ChatError,
+    ChatLimits,
+    ChatTemplate,
+    train_tokenizer,
+    with_parsed_arguments,
+)
 
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi <b>é</b>"}]
 CHATML = """{{ bos_token }}{% for message in messages %}
@@ -80,6 +86,21 @@ def test_chat_text_gets_no_token_that_the_template_has_not_written():
     tokenizer = train_tokenizer(["hello"], 260, ["<|eod|>", "<|user|>"])
     ids = tokenizer.encode_chat("<|user|>hello")
     assert ids == [1, *tokenizer.encode("hello")]
+
+
+def test_arguments_of_calls_are_objects_for_a_template():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    talk = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    found = with_parsed_arguments(talk)
+    assert found[:2] == MESSAGES
+    assert found[2]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert found[2]["tool_calls"][0]["id"] == "1"
+    assert with_parsed_arguments(found) == found
+    assert call["function"]["arguments"] == '{"a": 1}'
+    for wrong in ("[1]", "{", '{"a": NaN}', '"\\ud800"', "\ud800"):
+        call["function"]["arguments"] = wrong
+        with pytest.raises(ChatError, match="message 2"):
+            with_parsed_arguments(talk)
 
 
 def test_jinja_is_an_extra(monkeypatch):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from mt_files import Checks, read_json, read_text, require
+from mt_files import Checks, FileError, parse_json, read_json, read_text, require
 
 from mt_tokenizer.error import TokenizerError
 
@@ -42,6 +42,38 @@ class ChatLimits:
         checks = Checks(self)
         checks.at_least(1, "cpu_seconds", "memory_bytes", "characters")
         checks.done()
+
+
+def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages in which the arguments of calls are objects, as chat templates expect them.
+
+    OpenAI's clients send the arguments as JSON text.
+
+    Raises:
+        ChatError: The text of arguments is no JSON object.
+    """
+    found: list[Mapping[str, Any]] = []
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if calls:
+            message = {**message, "tool_calls": [_with_object(call, number) for call in calls]}
+        found.append(message)
+    return found
+
+
+def _with_object(call: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        value = parse_json(arguments.encode(), name="arguments")
+    except (FileError, UnicodeEncodeError) as error:
+        raise ChatError(f"message {number}: the arguments of a call are no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ChatError(f"message {number}: the arguments of a call are no object; give one")
+    with_object = {**function, "arguments": value}
+    return {**call, "function": with_object} if "function" in call else with_object
 
 
 class ChatTemplate:
