@@ -65,6 +65,17 @@ def often_right(asked: Any, expected: Any) -> Any:
     return drawn
 
 
+def test_accepted_guesses_count_in_the_penalties_of_later_tokens(monkeypatch) -> None:
+    how = Sampling(temperature=0, seed=0, max_tokens=20, frequency_penalty=2.0)
+    prompts, _ = greedy(6, max_tokens=20)
+    expected = Engine(model_of("llama"), options=EngineOptions()).generate(prompts, how)
+    guess = often_right([(prompt, how) for prompt in prompts], expected)
+    monkeypatch.setattr("mt_infer.engine.drafts.ngram_drafts", guess)
+    made = Engine(model_of("llama"), options=EngineOptions(speculate="ngram", num_drafts=3))
+    assert made.generate(prompts, how) == expected
+    assert made.stats()["accepted"] > 20
+
+
 @pytest.mark.parametrize("name", ["mamba2", "delta"])
 def test_recurrent_layers_take_back_guesses_that_are_right_at_first(name, monkeypatch) -> None:
     monkeypatch.setattr("mt_infer.engine.drafts.ngram_drafts", often_right(*alone(name, 8, 1)))

@@ -24,6 +24,7 @@ from mt_model import (
 )
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_schedule import split_layers
+from torch import Tensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -184,7 +185,7 @@ def test_stages_without_their_layout_are_refused(ranks) -> None:
     ranks(2, wrong_layouts)
 
 
-def swaps(run: Path, layout: dict[str, int]) -> list[Any] | None:
+def swaps(run: Path, layout: dict[str, int]) -> tuple[list[Any], Tensor] | None:
     """Ask before and after other weights, beside a stream that is left before its end."""
     with ParallelState(ParallelLayout(**layout)) as state:
         engine = Engine.from_folder(run, state=state, step=1, dtype="fp64", blocks=16, block_size=4)
@@ -208,16 +209,19 @@ def swaps(run: Path, layout: dict[str, int]) -> list[Any] | None:
         engine.wake()
         found += engine.generate("to be", how)
         assert engine.stats()["free_blocks"] == 16
+        vectors = engine.embed(["to be", "or not"], pooling="mean")
         engine.close()
-        return found
+        return found, vectors
 
 
 @pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
 def test_ranks_follow_streams_and_swaps_of_weights(ranks, write_run, tmp_path, layout) -> None:
     sizes = {"vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
     run = write_run(tmp_path / "run", gpt(**sizes, max_sequence_length=32, init_std=0.4))
-    found, _ = ranks(2, partial(swaps, run, LAYOUTS[layout]))
-    assert found == swaps(run, {})
+    (found, vectors), _ = ranks(2, partial(swaps, run, LAYOUTS[layout]))
+    expected, own_vectors = swaps(run, {})
+    assert found == expected
+    torch.testing.assert_close(vectors, own_vectors, rtol=1e-6, atol=1e-6)
     assert [each.step for each in found] == [1, 2, 3, 3]
     assert len({tuple(each.tokens) for each in found}) == 3
 

@@ -98,7 +98,7 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, what: str) -> ModuleType:
-    """Import an optional library, or name the distribution that has it.
+    """Import an optional library, or say which extra installs it.
 
     Args:
         module: Name of the module.

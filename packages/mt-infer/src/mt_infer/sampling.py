@@ -98,7 +98,7 @@ class Sampling:
 
     @property
     def grammar_field(self) -> str | None:
-        """Name of the field that has the grammar; None without one."""
+        """Name of the field with the grammar; None without one."""
         return next((name for name in _GRAMMARS if getattr(self, name) is not None), None)
 
     @property

@@ -55,7 +55,7 @@ class JsonEngine:
         return [encoding.ids for encoding in encodings]
 
     def encode_prompt(self, text: str, *, add: bool = True) -> list[int]:
-        """Return the ids of a text with special tokens, and with those that are added to a text."""
+        """Return the ids of a text; special tokens in it are read, and the usual ones added."""
         with _reported("the tokenizer cannot encode this text"):
             return self._for_prompts.encode(text, add_special_tokens=add).ids
 

@@ -193,7 +193,7 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
 
 
 def _grammar(command: Generate) -> dict[str, Any]:
-    """Return the field of `Sampling` that has the grammar, if an option gives one."""
+    """Return the grammar of an option as a field of `Sampling`; empty without one."""
     from mt_files import read_text
 
     named = {name: getattr(command, name) for name in ("json_schema", "regex", "grammar")}

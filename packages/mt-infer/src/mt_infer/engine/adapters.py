@@ -18,7 +18,7 @@ class Adapters:
     """LoRA adapters of a model by name; whoever loads or removes holds the engine's lock.
 
     Each load has a number that no other one has, which requests and keys of cached blocks carry.
-    A removed adapter stays in memory until the requests that have begun with it end.
+    A removed adapter stays in memory while running requests use it.
 
     Args:
         model: The model, or one stage of it.

@@ -176,7 +176,7 @@ class MTPDrafter(ScoredDrafter):
         return scores
 
     def keep(self, parts: Sequence[Part]) -> None:
-        """Keep the features of tokens that stay, and of those before that are read again."""
+        """Keep the features of accepted tokens, and of earlier ones that are read again."""
         assert self._runner.features is not None, "the pass had them"  # noqa: S101
         pieces = self._runner.features[0].split([len(part.fed) for part in parts])
         for part, own in zip(parts, pieces, strict=True):
@@ -189,7 +189,7 @@ class MTPDrafter(ScoredDrafter):
             self._kept[request] = request.held, torch.cat(rows)
 
     def unseen(self, part: Part, chosen: int) -> int:
-        """Return the tokens of the pass, and those that are read again."""
+        """Return the tokens of the pass, and the earlier ones that it reads again."""
         return part.count + max(0, chosen - 1) + self.least_rounds - 1
 
 

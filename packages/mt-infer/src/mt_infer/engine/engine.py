@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mt_infer.completion import Completion, Delta
 from mt_infer.engine.adapters import AdapterSource
-from mt_infer.engine.answer import all_ended, any_ready, completed, news_of
+from mt_infer.engine.answer import Answer, all_ended, any_ready, completed, news_of
 from mt_infer.engine.intake import CallOptions, Intake, Prompt, Prompts, Samplings, as_list
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
@@ -59,15 +59,14 @@ class Engine:
         state: ParallelState | None = None,
     ) -> None:
         self.model, self.tokenizer, self.ends = model, tokenizer, frozenset(ends)
-        self.options = EngineOptions() if options is None else options
-        ranks = Ranks(state)
+        self.options = options or EngineOptions()
+        self._ranks = ranks = Ranks(state)
         if self.options.batch_invariant and (problem := obstacle_of(model, ranks)):
             raise ValueError(f"batch_invariant=True: {problem}; leave it out")
         vocab_size = model.config.vocab_size if run is None else run.num_tokens
         vocab_size = vocab_size if tokenizer is None else tokenizer.vocab_size
         how = {"vocab_size": vocab_size, "preprocess": None if run is None else run.pixels}
         self._intake = Intake(model.config, tokenizer, self.ends, **how)
-        self._ranks = ranks
         self._loop = Loop(
             model,
             self.options,
@@ -164,12 +163,7 @@ class Engine:
             PromptError: The model can't continue a prompt.
             LogitsError: The scores of one have NaN, or no finite maximum.
         """
-        with self._loop.submitted(
-            self._intake.answers(prompts, sampling, images, **how)
-        ) as answers:
-            while not all_ended(answers):
-                self._advance(lambda: all_ended(answers))
-            return [completed(each) for each in answers]
+        return self._finished(self._intake.answers(prompts, sampling, images, **how))
 
     def stream(
         self,
@@ -182,7 +176,7 @@ class Engine:
         answers = self._intake.answers(prompts, sampling, images, streams=True, **how)
         with self._loop.submitted(answers):
             while True:
-                has_ended = all_ended(answers)  # while news are taken, other callers make more
+                has_ended = all_ended(answers)  # before news are taken, as other callers make more
                 yield from news_of(answers)
                 if has_ended:
                     return
@@ -196,9 +190,8 @@ class Engine:
         **how: Unpack[CallOptions],
     ) -> list[Completion]:
         """Continue prompts beside other calls of the event loop; see `generate`."""
-        with self._loop.submitted(
-            self._intake.answers(prompts, sampling, images, **how)
-        ) as answers:
+        answers = self._intake.answers(prompts, sampling, images, **how)
+        with self._loop.submitted(answers):
             while not all_ended(answers):
                 await asyncio.to_thread(self._advance, lambda: all_ended(answers))
             return [completed(each) for each in answers]
@@ -244,10 +237,8 @@ class Engine:
         whole = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         given = self._intake.text(whole, prompt, images)
         how = Sampling(max_tokens=0, prompt_logprobs=0, seed=0)
-        with self._loop.submitted([self._intake.answer(given, how, adapter)]) as answers:
-            while not all_ended(answers):
-                self._advance(lambda: all_ended(answers))
-        return torch.tensor(completed(answers[0]).prompt_logprobs)
+        done = self._finished([self._intake.answer(given, how, adapter)])[0]
+        return torch.tensor(done.prompt_logprobs)
 
     def embed(self, prompts: Prompts, *, pooling: Literal["last", "mean"] = "last") -> Tensor:
         """Return a vector for each prompt, from the features of which the head makes its scores.
@@ -260,10 +251,7 @@ class Engine:
         Shape:
             Returns [N, hidden], fp32.
         """
-        if pooling not in ("last", "mean"):
-            raise ValueError(f"pooling={pooling!r}: use 'last' or 'mean'")
-        if self.model.config.encoder_layers:
-            raise ValueError("embed needs a decoder alone, and the model has an encoder")
+        self._loop.runner.check_embeds(pooling)
         given, found = [self._intake.given(each).tokens for each in as_list(prompts)], []
         for tokens in given:
             with self._lock:
@@ -277,16 +265,13 @@ class Engine:
         return self._loop.stats()
 
     def load_step(self, step: int | None = None, *, finish: bool = True) -> int | None:
-        """Read a newer checkpoint of the run into the live model.
+        """Read a newer checkpoint of the run into the live model, and return its step.
 
         Args:
             step: Step of the checkpoint; None for the latest.
             finish: Whether running requests first end with the weights that they have. Otherwise,
                 and in an engine that sleeps, they go on with the new ones, which compute all of
                 their tokens again.
-
-        Returns:
-            The step of the checkpoint.
 
         Raises:
             ValueError: The engine was not made from a run.
@@ -312,16 +297,10 @@ class Engine:
             QuantizationError: A quantised layer has more than a rounded weight.
         """
         with self._lock:
-            if not self._ranks.is_first:
-                step = self._follow("update_weights")["step"]
-            else:
-                if finish:
-                    self._weights.finish()
-                self._ranks.tell("update_weights", step=step)
-            self._weights.update(weights, step)
+            self._weights.update(weights, step, finish=finish)
 
     def load_adapter(self, name: str, source: AdapterSource, *, alpha: float | None = None) -> None:
-        """Load a LoRA adapter; requests that have begun with one of the same name keep that one.
+        """Load a LoRA adapter; running requests keep an older adapter of the same name.
 
         Args:
             name: Its name.
@@ -334,20 +313,16 @@ class Engine:
         """
         with self._lock:
             source = str(source) if isinstance(source, Path) else source
-            self._ranks.check_first()
-            self._loop.load_adapter(name, source, alpha)
-            self._ranks.tell("load_adapter", name=name, source=source, alpha=alpha)
+            self._ranks.lead(self._loop.load_adapter, name=name, source=source, alpha=alpha)
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that have begun with it end with it, and then it is freed.
+        """Forget an adapter; its memory is freed when no running request uses it.
 
         Raises:
             ValueError: There is no adapter of that name.
         """
         with self._lock:
-            self._ranks.check_first()
-            self._loop.remove_adapter(name)
-            self._ranks.tell("remove_adapter", name=name)
+            self._ranks.lead(self._loop.remove_adapter, name=name)
 
     def sleep(self, level: int = 1) -> None:
         """Free memory of the device until `wake`; running requests may keep theirs on the host.
@@ -388,12 +363,12 @@ class Engine:
         """
         with self._lock:
             if not self._ranks.is_first:
-                self._follow("close")
+                self._weights.follow("close")
 
     def close(self) -> None:
         """Let `serve` return on the other ranks; the first rank calls it when it has no requests.
 
-        An engine that is a context manager calls it at the end, on the first rank.
+        As a context manager, the engine calls it at the end of the block on the first rank.
         """
         with self._lock:
             if self._ranks.is_first and not self._ranks.has_failed:
@@ -405,16 +380,12 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _follow(self, end: str) -> dict[str, Any]:
-        """Do the first rank's deeds until it calls a method, and return its arguments."""
-        weights = self._weights
-        own = weights.read_step, weights.sleep, weights.wake, self._loop.runner.embedding
-        deeds = self._loop.deeds | {deed.__name__: deed for deed in own}
-        name, arguments = self._ranks.follow(deeds)
-        with self._ranks.passing_on_errors():
-            if name != end:
-                raise ValueError(f"rank 0 calls {name}(), and this rank waits for {end}()")
-        return arguments
+    def _finished(self, answers: list[Answer]) -> list[Completion]:
+        """Hand requests in, step until all have ended, and return their completions."""
+        with self._loop.submitted(answers):
+            while not all_ended(answers):
+                self._advance(lambda: all_ended(answers))
+        return [completed(each) for each in answers]
 
     def _advance(self, is_ready: Callable[[], bool]) -> None:
         """Step once, unless another thread's step has made the answers ready.

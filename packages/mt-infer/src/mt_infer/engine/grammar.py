@@ -30,7 +30,7 @@ class Grammar:
     rejected guesses too.
 
     Args:
-        matcher: A matcher of llguidance that has read nothing.
+        matcher: A matcher of llguidance at its start.
         tokenizer: Tokenizer of the continuation.
         ends: Tokens that end the continuation.
     """

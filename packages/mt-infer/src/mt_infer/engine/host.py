@@ -54,7 +54,7 @@ class HostRoom:
             self._move(request, 0, is_out=True)
 
     def restore(self, request: Request) -> None:
-        """Give an admitted request its tokens back, behind those that the prefix cache had."""
+        """Give an admitted request its blocks back, behind the ones from the prefix cache."""
         held, unseen = request.saved
         if held > request.held:
             self._move(request, request.held // self._block_size, is_out=False)

@@ -10,7 +10,7 @@ from mt_infer.engine.host import Move
 
 
 class HostPages:
-    """Tensors like those of the pages, in host memory.
+    """Host memory in the shape of the pages.
 
     Args:
         pages: The pages that blocks are copied from and to.

@@ -88,7 +88,7 @@ class Loop:
         self.counts = dict.fromkeys(("passes", "tokens", "drafted", "accepted"), 0)
 
     @contextmanager
-    def submitted(self, answers: list[Answer]) -> Iterator[list[Answer]]:
+    def submitted(self, answers: list[Answer]) -> Iterator[None]:
         """Hand requests in; those that have not ended at the block's end are cancelled.
 
         They end at once, or, while another thread steps, with the next step.
@@ -98,7 +98,7 @@ class Loop:
             self.scheduler.check(each.request)
         self.arriving.extend(answers)
         try:
-            yield answers
+            yield
         finally:
             self.leaving.extend(each for each in answers if not each.has_ended)
             if self.leaving and not self._ranks.has_failed and self.lock.acquire(blocking=False):
@@ -108,9 +108,10 @@ class Loop:
                     self.lock.release()
 
     @property
-    def deeds(self) -> dict[str, Callable[..., None]]:
+    def deeds(self) -> dict[str, Callable[..., Any]]:
         """What all ranks do in the same order."""
-        deeds = self.take, self.run_pass, self.load_adapter, self.remove_adapter
+        adapting = self.load_adapter, self.remove_adapter
+        deeds = self.take, self.run_pass, self.runner.embedding, *adapting
         return {deed.__name__: deed for deed in deeds}
 
     def step(self) -> None:
@@ -227,7 +228,7 @@ class Loop:
 
     @property
     def runners(self) -> set[Runner]:
-        """The models that have pages."""
+        """The runners of the model and of the model that guesses, which both have pages."""
         return {self.runner, *(() if self.drafter is None else self.drafter.runners)}
 
     def _salt(self, request: Request) -> bytes:
@@ -253,7 +254,7 @@ class Loop:
         }
 
     def _move(self) -> None:
-        """Copy what a plan wants: from evicted requests, and then to those that are admitted."""
+        """Copy pages to host memory for evicted requests, and back for admitted ones."""
         moves = [] if self.scheduler.host is None else self.scheduler.host.take_moves()
         out, back = [[each for each in moves if each.is_out == way] for way in (True, False)]
         for runner in self.runners:

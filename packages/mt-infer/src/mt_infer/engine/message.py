@@ -1,4 +1,4 @@
-"""Deeds as bytes: JSON text with the tensors of its values behind it; nothing is pickled."""
+"""Messages between ranks as bytes: JSON text, then the bytes of its tensors, without pickle."""
 
 from __future__ import annotations
 

@@ -86,6 +86,12 @@ class Ranks:
         with self.passing_on_errors():
             return deed(**arguments)
 
+    def lead(self, deed: Callable[..., None], /, **arguments: Any) -> None:
+        """Do a deed on this rank and, unless it raises, on the others."""
+        self.check_first()
+        deed(**arguments)
+        self.tell(deed.__name__, **arguments)
+
     def check_first(self) -> None:
         """Raise ValueError if this is not the first rank."""
         if not self.is_first:

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from mt_model import GPT, EncoderDecoder, Pages, Peers, Slots
+from mt_model import GPT, EncoderDecoder, Pages, Peers
 from mt_parallel_state import ParallelState, gather_rows
 from mt_pipeline import Executor, TensorSpec
 from mt_schedule import make_schedule
 from torch import Tensor
 
+from mt_infer.engine.arrays import Places, Spans, cut, rows_of, slots_of
 from mt_infer.engine.host import Move
 from mt_infer.engine.host_pages import HostPages
 from mt_infer.engine.options import EngineOptions
-from mt_infer.engine.request import Part, Request, Span, StateCopy
+from mt_infer.engine.request import Request, Span, StateCopy
 
 _LONG = 64  # tokens of a pass that ranks of cp share; they all run a shorter one
 _GROUP = 128  # tokens of a group, on which a stage works while the next one has those before
-Spans: TypeAlias = Sequence[Part | Span]
-Places: TypeAlias = Sequence[Sequence[int]]
 
 
 class Runner:
@@ -33,7 +32,7 @@ class Runner:
         model: The model, or this rank's stage of it, with pages of its own layers.
         options: Sizes.
         state: This rank's place in the layout.
-        blocks: Number of blocks; None for those of the options.
+        blocks: Number of blocks; None for the number in the options.
 
     Attributes:
         features: What MTP modules read of the last pass; None without them.
@@ -107,6 +106,15 @@ class Runner:
         self.check_awake()
         return cast("Pages", self._pages)
 
+    def check_embeds(self, pooling: str) -> None:
+        """Raise ValueError for an unknown pooling, or without whole texts of a decoder."""
+        if pooling not in ("last", "mean"):
+            raise ValueError(f"pooling={pooling!r}: use 'last' or 'mean'")
+        if self.model.config.encoder_layers:
+            raise ValueError("embed needs a decoder alone, and the model has an encoder")
+        if self._peers is not None:
+            raise ValueError("embed needs a whole text on each rank, and cp > 1 shares it")
+
     @torch.inference_mode()
     def embedding(self, tokens: Sequence[int], *, mean: bool) -> Tensor:
         """Return the last layer's normed features of a text's last token, or their mean.
@@ -114,8 +122,8 @@ class Runner:
         Shape:
             Returns [hidden], fp32.
         """
-        row = torch.tensor([list(tokens)], device=self.device)
-        x = self.model.final_features({"tokens": row})[0]
+        batch = {"tokens": torch.tensor([list(tokens)], device=self.device), "features": True}
+        x = self._run([batch], self.model.config.hidden_size)[0][0]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return (wide.mean(0) if mean else wide[-1]).float()
 
@@ -210,8 +218,9 @@ class Runner:
             return [_stage(self.model, None, batch) for batch in batches]
 
         def output(batch: Mapping[str, Any]) -> TensorSpec:
-            slots = batch.get("slots")
-            length = len(batch["places"]) + 1 if slots is None else len(slots.scored)
+            length = batch["tokens"].shape[1] + ("places" in batch)
+            if "slots" in batch:
+                length = len(batch["slots"].scored)
             return TensorSpec((1, length, width), self.model.shard.dtype)
 
         return self._stages.infer(batches, output=output)
@@ -257,10 +266,12 @@ class Runner:
 
 
 def _stage(model: GPT, x: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
-    """Run a stage in a pass, or its part of the encoder."""
+    """Run a stage in a pass, its part of the encoder, or its layers for features."""
     if "places" in batch:
         how = batch["tokens"], batch["cache"], batch["places"], x
         return cast("EncoderDecoder", model).encode(*how)
+    if "features" in batch:
+        return model.final_features({"tokens": batch["tokens"]}, x)
     return cast("Tensor", model(x, batch))
 
 
@@ -298,95 +309,3 @@ def _check_layout(model: GPT, state: ParallelState | None) -> None:
             f"the model holds {held} of {model.config.num_layers} layers, and state has pp={pp}; "
             "give the state with which the model was built"
         )
-
-
-def cut(parts: Spans, places: Places, sizes: Sequence[int]) -> list[tuple[Spans, Places]]:
-    """Return the parts of a pass in groups of some numbers of tokens, in their order."""
-    found: list[tuple[Spans, Places]] = []
-    todo = [
-        (part.request, part.start, part.fed, own) for part, own in zip(parts, places, strict=True)
-    ]
-    for size in sizes:
-        spans, wanted, room = list[Span](), list[list[int]](), size
-        while room:
-            request, start, fed, own = todo.pop(0)
-            count = min(room, len(fed))
-            spans.append(Span(request=request, start=start, fed=fed[:count]))
-            wanted.append([place for place in own if place < count])
-            if count < len(fed):
-                rest = [place - count for place in own if place >= count]
-                todo.insert(0, (request, start + count, fed[count:], rest))
-            room -= count
-        found.append((spans, wanted))
-    return found
-
-
-def slots_of(
-    parts: Spans,
-    places: Places,
-    sizes: tuple[int, int],
-    device: torch.device,
-) -> tuple[Tensor, Slots]:
-    """Return the row of tokens of a pass, and where each belongs.
-
-    Args:
-        parts: The parts of the pass.
-        places: For each part, the places among its tokens after which scores are wanted.
-        sizes: Number of tokens of a block, and number of rows of states of a request.
-        device: Device of the model.
-
-    Shape:
-        Returns [1, T] and the slots.
-    """
-    block_size, turns = sizes
-    requests = [part.request for part in parts]
-    fed = [part.fed for part in parts]
-    counts = np.array([len(each) for each in fed])
-    starts = np.concatenate([[0], counts.cumsum()])
-    held = np.array([part.start for part in parts])
-    tables = np.zeros((len(parts), max(len(each.table) for each in requests)), dtype=np.int64)
-    for row, request in enumerate(requests):
-        tables[row, : len(request.table)] = request.table
-    positions = np.arange(starts[-1]) + np.repeat(held - starts[:-1], counts)
-    blocks = tables[np.repeat(np.arange(len(parts)), counts), positions // block_size]
-    states = [rows_of(request.state or 0, request.turn, turns) for request in requests]
-    scored = [start + place for start, own in zip(starts, places, strict=False) for place in own]
-    given = {
-        "starts": starts,
-        "positions": positions,
-        "places": blocks * block_size + positions % block_size,
-        "tables": tables,
-        "lengths": held + counts,
-        "states": [rows[0] for rows in states],
-        "scored": scored,
-        "adapters": [request.adapter for request in requests],
-    }
-    if requests[0].source:
-        memories = np.zeros((len(parts), max(len(each.memory) for each in requests)), np.int64)
-        for row, request in enumerate(requests):
-            memories[row, : len(request.memory)] = request.memory
-        given["memory_tables"] = memories
-        given["memory_lengths"] = [len(each.source) for each in requests]
-    if turns > 1:
-        given["kept"] = [
-            rows[1:] if isinstance(part, Part) and part.drafts else rows[:1] * turns
-            for part, rows in zip(parts, states, strict=True)
-        ]
-    row, *rest = (
-        torch.from_numpy(np.asarray(x, dtype=np.int64)).to(device)
-        for x in (np.concatenate(fed), *given.values())
-    )
-    return row[None], Slots(**dict(zip(given, rest, strict=True)))
-
-
-def rows_of(state: int, turn: int, turns: int) -> list[int]:
-    """Return the row that has a request's states, and those for the states after new tokens.
-
-    The last token's row is the first one again, which has been read by then.
-
-    Args:
-        state: Number of the request's rows.
-        turn: See `Request.turn`.
-        turns: Number of rows of a request.
-    """
-    return [state * turns + (turn + token) % turns for token in range(turns + 1)]

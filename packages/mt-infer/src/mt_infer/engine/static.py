@@ -21,7 +21,7 @@ from mt_infer.engine.runner import Runner
 class StaticEngine:
     """A model that reads some prompts in one pass, and then adds a token to each in every further.
 
-    The pass and the choice are those of `Engine`, so the tokens are too. Nothing waits, shares
+    It runs the same pass and choice as `Engine`, so the tokens are the same. Nothing waits, shares
     blocks or is guessed, and a prompt can't join while others run: it shows what one batch costs,
     and is the shortest way to read how text is made.
 

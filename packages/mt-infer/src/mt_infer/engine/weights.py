@@ -63,8 +63,14 @@ class Weights:
             return error
         return None
 
-    def update(self, weights: Mapping[str, Tensor], step: int | None) -> None:
+    def update(self, weights: Mapping[str, Tensor], step: int | None, *, finish: bool) -> None:
         """Copy parameters and buffers, as each rank does; see `Engine.update_weights`."""
+        if not self._ranks.is_first:
+            step = self.follow("update_weights")["step"]
+        else:
+            if finish:
+                self.finish()
+            self._ranks.tell("update_weights", step=step)
         own = dict(self._model.named_parameters()) | saved_buffers([self._model])
         rounded = self._rounded()
         problem = self._ranks.any(_misfit(weights, own, rounded))
@@ -76,6 +82,16 @@ class Weights:
                     rounded[name].round_weight(x)
                 else:
                     own[name].copy_(x)
+
+    def follow(self, end: str) -> dict[str, Any]:
+        """Do the first rank's deeds until it calls a method, and return its arguments."""
+        own = self.read_step, self.sleep, self.wake
+        deeds = self._loop.deeds | {deed.__name__: deed for deed in own}
+        name, arguments = self._ranks.follow(deeds)
+        with self._ranks.passing_on_errors():
+            if name != end:
+                raise ValueError(f"rank 0 calls {name}(), and this rank waits for {end}()")
+        return arguments
 
     def _rounded(self) -> dict[str, QuantizedLinear]:
         """Return the quantised layers by the name that their weight had."""

@@ -1,4 +1,4 @@
-"""Attention to kept keys and values, which first takes in those of the new tokens."""
+"""Attention over kept keys and values, after writing the keys and values of the new tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class View(NamedTuple):
 
 
 class KeptAttend(ABC):
-    """Causal attention to the kept tokens, which include those of this pass."""
+    """Causal attention over the kept tokens and the tokens of this pass."""
 
     @property
     def is_whole(self) -> bool:

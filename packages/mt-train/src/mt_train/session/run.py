@@ -230,7 +230,7 @@ class _Session:
         return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
 
     def _say_notes(self, reporter: Reporter, record: Record) -> None:
-        """Print the notes of parts after a step, on the rank that has them."""
+        """Print the notes of the model's parts after a step, on the rank of each part."""
         for part in self.trainer.parts:
             for text in part.notes(record):
                 reporter.say_of_rank(self.state.rank, text)
