@@ -11,12 +11,13 @@ from typing import Protocol
 import tyro
 from mt_files import did_you_mean, import_failure, shorten
 
+from mt_infer.commands.chat import Chat
 from mt_infer.commands.flags import flag_of, options_of
 from mt_infer.commands.generate import Generate
 from mt_infer.commands.quantize import Quantize
 from mt_infer.console import bounded, check_printable, open_streams, print_text, say
 
-_COMMANDS = {"generate": Generate, "quantize": Quantize}
+_COMMANDS = {"generate": Generate, "chat": Chat, "quantize": Quantize}
 
 
 class _Command(Protocol):

@@ -15,10 +15,10 @@ import tyro
 from mt_files import quick_imports
 
 from mt_infer.commands.flags import flag_of, options_of
+from mt_infer.commands.threads import use_threads
 from mt_infer.console import keep_quiet, print_text, say
 
 if TYPE_CHECKING:
-    from mt_model import GPT
     from mt_parallel_state import DistributedEnv
 
     from mt_infer.completion import Completion
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _MAX_PROMPT_BYTES = 1 << 24
 _MAX_GRAMMAR_BYTES = 1 << 20
 _MAX_ARGUMENT_BYTES = 100_000  # Linux takes 128 KiB
-_ONE_THREAD_PARAMETERS = 1 << 22
 
 
 @dataclass(kw_only=True)
@@ -315,7 +314,7 @@ def _generate(
                 generator = load_weights(agreed, state, **how)
             kept = {"kv_cache_dtype": command.kv_cache_dtype, "cuda_graphs": command.cuda_graphs}
             told = say if env.local_rank == 0 else keep_quiet
-            _use_threads(generator.model)
+            use_threads(generator.model)
             generator = replace(generator, **kept, on_eager=told)
             return generator.complete(command.prompt, sampling)
         options = EngineOptions(
@@ -328,7 +327,7 @@ def _generate(
         )
         with same_run(run, state) as agreed:
             engine = Engine.from_run(agreed, state, options, **how)
-        _use_threads(engine.model)
+        use_threads(engine.model)
         name = None if command.adapter is None else str(command.adapter)
         if env.rank > 0:
             engine.serve()
@@ -347,15 +346,3 @@ def _blocks(command: Generate, run: Run, size: int) -> int:
         given, source = 1, given
     length = min(given + command.max_tokens, run.config.max_sequence_length)
     return -(-length // size) - (-source // size)
-
-
-def _use_threads(model: GPT) -> None:
-    """Use one thread for a small model, because threads wait for each other in tiny products.
-
-    With a second thread the quickstart's tokens were twenty times slower on two busy cores, and no
-    faster on idle ones.
-    """
-    import torch
-
-    if sum(param.numel() for param in model.parameters()) <= _ONE_THREAD_PARAMETERS:
-        torch.set_num_threads(1)

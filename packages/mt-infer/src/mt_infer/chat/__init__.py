@@ -1,0 +1,1 @@
+"""Conversations in a terminal, with a model in this process or behind a server."""
