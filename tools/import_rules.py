@@ -91,7 +91,8 @@ def _check_sibling(workspace: Workspace, package: Package, each: Import) -> Iter
 
 
 def _check_declared(workspace: Workspace, package: Package, each: Import) -> Iterator[Problem]:
-    always = {canonicalize_name(line.name) for line in package.dependencies}
+    needed = package.dependencies + package.extra_of(each.path)
+    always = {canonicalize_name(line.name) for line in needed}
     sometimes = {canonicalize_name(line.name) for line in package.extras}
     providers = _providers(workspace, each.head)
     if providers & always or (each.optional and providers & sometimes):

@@ -3,7 +3,8 @@
     python tools/walk_imports.py mt_pipeline mt_optim ...
 
 Run in an environment that holds the wheels and nothing of the source tree. It fails for a module
-that does not import (a missing dependency, a file that the wheel lacks), for a package that comes
+that does not import (a missing dependency, a file that the wheel lacks), but not for those in a
+folder with the name of an extra, for a package that comes
 from outside the environment, and for one without `py.typed`.
 """
 
@@ -11,6 +12,7 @@ import importlib
 import pkgutil
 import sys
 import traceback
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 
@@ -28,14 +30,26 @@ def walk(name: str) -> list[str]:
         )
     if not (folder / "py.typed").is_file():
         problems.append(f"{name}: the installed package has no py.typed")
+    extras = _extras(name)
     for module in pkgutil.walk_packages(package.__path__, f"{name}."):
         if module.name.rpartition(".")[2] == "__main__":  # importing it would run the program
+            continue
+        if module.name.split(".")[1] in extras:
             continue
         try:
             importlib.import_module(module.name)
         except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
             problems.append(describe(module.name, error))
     return problems
+
+
+def _extras(name: str) -> list[str]:
+    """The names of the extras of package `name`."""
+    try:
+        found = metadata(name.replace("_", "-"))
+    except PackageNotFoundError:
+        return []
+    return found.get_all("Provides-Extra") or []
 
 
 def describe(module: str, error: Exception) -> str:

@@ -63,6 +63,12 @@ class Package:
         tables = self.manifest.get("project", {}).get("optional-dependencies", {})
         return [Requirement(line) for lines in tables.values() for line in lines]
 
+    def extra_of(self, path: Path) -> list[Requirement]:
+        """Return what the extra of the name of a file's folder brings."""
+        tables = self.manifest.get("project", {}).get("optional-dependencies", {})
+        folder = path.relative_to(self.source).parts[0]
+        return [Requirement(line) for line in tables.get(folder, ())]
+
     @property
     def groups(self) -> list[Requirement]:
         """What the dependency groups bring, all together."""

@@ -372,6 +372,13 @@ def test_allowed_import_gives_no_problem(tree, kind):
     assert tree.problems() == []
 
 
+def test_a_folder_of_an_extra_imports_what_that_extra_brings(tree):
+    tree.write("packages/mt-part/src/mt_part/yaml/core.py", "import yaml\n")
+    assert tree.problems() == []
+    tree.write("packages/mt-part/src/mt_part/other/core.py", "import yaml\n")
+    assert any("mt_part/other/core.py:1: imports yaml always" in each for each in tree.problems())
+
+
 def test_agreed_edge_inside_a_layer_holds_in_one_direction_only(tree):
     source = (tree.root / "packages/mt-other/src/mt_other/core.py").read_text()
     assert "from mt_part import" in source  # the agreed edge; the sound tree has no problems

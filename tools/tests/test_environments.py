@@ -123,3 +123,14 @@ def test_walk_refuses_a_package_from_outside_the_environment(installed, monkeypa
 def test_walk_reports_a_package_that_is_not_installed(capsys):
     assert walk_imports.main(["walked_nowhere"]) == 1
     assert "walked_nowhere: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_walk_leaves_the_folder_of_an_extra_out(installed, tmp_path):
+    folder = installed("walked_extra")
+    (folder / "fast").mkdir()
+    (folder / "fast/__init__.py").touch()
+    (folder / "fast/core.py").write_text("import not_installed_anywhere")
+    (tmp_path / "walked_extra-1.dist-info").mkdir()
+    lines = "Metadata-Version: 2.1\nName: walked-extra\nVersion: 1\nProvides-Extra: fast\n"
+    (tmp_path / "walked_extra-1.dist-info/METADATA").write_text(lines)
+    assert walk_imports.walk("walked_extra") == []

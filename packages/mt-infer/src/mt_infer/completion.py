@@ -48,6 +48,7 @@ class Delta:
         text: New text, of whole characters, and without the beginning of a stop text.
         logprobs: Logprobs of the new tokens, if wanted.
         top_logprobs: For each new token the most likely ones, if wanted.
+        step: Step of the checkpoint that made them; None for a folder of Hugging Face.
         completion: The whole, with the last delta.
     """
 
@@ -56,4 +57,5 @@ class Delta:
     text: str
     logprobs: list[float] | None = None
     top_logprobs: list[Mapping[int, float]] | None = None
+    step: int | None = None
     completion: Completion | None = None

@@ -34,6 +34,11 @@ class Adapters:
         """Number of adapters in memory."""
         return len(self._numbers) + len(self._leaving)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names by which requests may have an adapter."""
+        return tuple(self._numbers)
+
     def load(self, name: str, source: AdapterSource, alpha: float | None) -> None:
         """Load an adapter; see `Engine.load_adapter`."""
         matrices = read_lora(source, self._model, alpha=alpha)

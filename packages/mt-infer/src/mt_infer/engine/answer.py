@@ -112,8 +112,13 @@ class Answer:
             return None
         return "length" if len(tokens) == self.sampling.max_tokens else "context"
 
-    def tell(self, count: int) -> None:
-        """Add a delta of the last tokens to the news."""
+    def tell(self, count: int, step: int | None) -> None:
+        """Add a delta of the last tokens to the news.
+
+        Args:
+            count: Number of the tokens.
+            step: Step of the weights.
+        """
         tokens = self.tokens
         text = ""
         if self.stream is not None and self.completion is not None:
@@ -129,6 +134,7 @@ class Answer:
                 top_logprobs=self.logprobs.top[-count:]
                 if self.sampling.logprobs and count
                 else None,
+                step=step,
                 completion=self.completion,
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack
 
@@ -77,6 +78,7 @@ class Engine:
             ranks=ranks,
         )
         self._weights = Weights(model, self._loop, run, ranks)
+        self.run, self.state, self.vocab_size = run, state, vocab_size
         self._lock, self._goes_on = self._loop.lock, threading.Event()
         self._goes_on.set()
 
@@ -139,6 +141,16 @@ class Engine:
     def step(self) -> int | None:
         """Step of the weights; None for a folder of Hugging Face."""
         return self._loop.step_of_weights
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters."""
+        return self._loop.adapters.names
+
+    @property
+    def digest(self) -> str:
+        """Digest of the weights, in hexadecimal: of their files, or of updated tensors."""
+        return self._weights.digest
 
     def generate(
         self,
@@ -213,6 +225,25 @@ class Engine:
                 if has_ended:
                     return
                 await asyncio.to_thread(self._advance, lambda: any_ready(answers))
+
+    def answers(
+        self,
+        prompts: Prompts,
+        sampling: Samplings = None,
+        images: Images = None,
+        **how: Unpack[CallOptions],
+    ) -> list[Answer]:
+        """Return empty answers for `submitted`; see `generate`."""
+        return self._intake.answers(prompts, sampling, images, streams=True, **how)
+
+    def submitted(self, answers: list[Answer]) -> AbstractContextManager[None]:
+        """Hand answers in, which calls of `advance` fill; the block's end cancels the others."""
+        return self._loop.submitted(answers)
+
+    def advance(self) -> bool:
+        """Serve all requests for one pass, and return whether some go on."""
+        self._advance(lambda: False)
+        return self._loop.has_work
 
     def score(
         self,

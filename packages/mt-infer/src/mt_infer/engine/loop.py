@@ -108,6 +108,11 @@ class Loop:
                     self.lock.release()
 
     @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self.scheduler or self.arriving or self.leaving)
+
+    @property
     def deeds(self) -> dict[str, Callable[..., Any]]:
         """What all ranks do in the same order."""
         adapting = self.load_adapter, self.remove_adapter
@@ -275,7 +280,7 @@ class Loop:
             self._end(answer, end, len(new))
             return
         if new and answer.streams:
-            answer.tell(len(new))
+            answer.tell(len(new), self.step_of_weights)
         if part.request.held and self.runner.restarts(part.request.held, len(part.request.tokens)):
             part.request.held = 0
 
@@ -287,5 +292,5 @@ class Loop:
     def _tell_end(self, answer: Answer, end: End, new: int = 0) -> None:
         if answer.error is None:
             answer.complete(end, self._tokenizer, self.step_of_weights)
-            answer.tell(new)
+            answer.tell(new, self.step_of_weights)
         self.drop_unused_adapters()

@@ -14,6 +14,7 @@ from mt_parallel_state import ParallelState
 from mt_quant import QuantizedLinear
 from torch import Tensor
 
+from mt_infer.digests import model_digest, run_digest
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.ranks import Ranks
@@ -36,6 +37,17 @@ class Weights:
     def __init__(self, model: GPT, loop: Loop, run: Run | None, ranks: Ranks) -> None:
         self._model, self._loop, self._run, self._ranks = model, loop, run, ranks
         self.ema, self._are_away = False, False
+        # A run's record of its files is at hand while its step is held; other folders stay.
+        self._digest = None if run is None or run.step is None else run_digest(run)
+        self._is_of_files = run is not None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the weights; see `Engine.digest`."""
+        if self._digest is None:
+            of_files = self._run if self._is_of_files else None
+            self._digest = model_digest(self._model) if of_files is None else run_digest(of_files)
+        return self._digest
 
     def load_step(self, step: int | None, *, finish: bool) -> int | None:
         """Read a checkpoint of the run; see `Engine.load_step`."""
@@ -49,6 +61,7 @@ class Weights:
             error = self._ranks.do(self.read_step, step=run.step)
             if error is not None:
                 raise error
+            self._digest, self._is_of_files = run_digest(run), True
             return run.step
 
     def read_step(self, step: int | None) -> BaseException | None:
@@ -76,6 +89,7 @@ class Weights:
         problem = self._ranks.any(_misfit(weights, own, rounded))
         if problem is not None:
             raise ValueError(problem)
+        self._digest, self._is_of_files = None, False
         with self._swapped(step), torch.no_grad():
             for name, x in weights.items():
                 if name in rounded:

@@ -1,1 +1,19 @@
-"""The engine as a server of OpenAI's interface."""
+"""The engine behind HTTP, in the forms of OpenAI's interface; needs `mt-infer[server]`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mt_files import resolve_later
+
+if TYPE_CHECKING:
+    from mt_infer.server.app import create_app as create_app
+    from mt_infer.server.backend import Backend as Backend
+    from mt_infer.server.backend import Facts as Facts
+    from mt_infer.server.backend import Picture as Picture
+    from mt_infer.server.keys import Key as Key
+    from mt_infer.server.keys import Keys as Keys
+    from mt_infer.server.limits import Limits as Limits
+    from mt_infer.server.local import LocalEngine as LocalEngine
+else:
+    __getattr__ = resolve_later(__name__)

@@ -1,0 +1,71 @@
+"""The app: an engine, keys and limits behind the routes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mt_infer.server.backend import Backend
+from mt_infer.server.gate import Gate, response_of
+from mt_infer.server.keys import Keys
+from mt_infer.server.limits import Limits
+from mt_infer.server.refusal import RefusedError
+from mt_infer.server.routes import routers
+from mt_infer.server.serving import Serving
+
+if TYPE_CHECKING:
+    from mt_infer.engine.engine import Engine  # imports torch
+
+
+def create_app(
+    engine: Engine | Backend, *, keys: Keys | None = None, limits: Limits | None = None
+) -> FastAPI:
+    """Return the app that serves an engine.
+
+    Args:
+        engine: The engine, of this process or another one.
+        keys: Keys of clients and admins; None for no keys, which is for this machine alone.
+        limits: The limits.
+    """
+    backend = _backend(engine)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await backend.close()
+
+    # Without a schema there are no pages of documentation, which would load foreign scripts.
+    app = FastAPI(title="mt-infer", lifespan=lifespan, redirect_slashes=False, openapi_url=None)
+    limits, keys = limits or Limits(), keys or Keys()
+    app.state.serving = Serving(backend, limits)
+    app.add_middleware(Gate, keys=keys, limits=limits)
+    app.add_exception_handler(HTTPException, _no_route)
+    app.add_exception_handler(RefusedError, _refused)
+    for router in routers():
+        app.include_router(router)
+    return app
+
+
+def _backend(engine: Engine | Backend) -> Backend:
+    if isinstance(engine, Backend):
+        return engine
+    from mt_infer.server.local import LocalEngine
+
+    return LocalEngine(engine)
+
+
+async def _no_route(_: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    text = {404: "there is no such route", 405: "the route has other methods"}
+    return response_of(RefusedError(status, text.get(status, "the request is not served")))
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError), "the handler is for these"  # noqa: S101
+    return response_of(error)

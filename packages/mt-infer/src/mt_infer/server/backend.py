@@ -1,0 +1,161 @@
+"""What the HTTP process needs of an engine, which may run in another process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from mt_tokenizer import Tokenizer
+
+from mt_infer.completion import Delta
+from mt_infer.sampling import Sampling
+from mt_infer.service import Service
+
+Pooling = Literal["last", "mean"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A decoded image, before the model's preprocessing.
+
+    Attributes:
+        width: Number of columns.
+        height: Number of rows.
+        rgb: Three bytes for each pixel, row by row.
+    """
+
+    width: int
+    height: int
+    rgb: bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A model and its engine, as far as clients may know them.
+
+    Attributes:
+        model: Name of the model.
+        vocab_size: Number of tokens to choose from.
+        max_sequence_length: Largest number of tokens of a prompt and its answer.
+        dtype: Dtype of the weights.
+        layout: Ranks that share the model.
+        step: Step of the weights; None for a folder of Hugging Face.
+        digests: Digest of the weights of each step that has been served.
+        adapters: Names of the adapters.
+        has_encoder: Whether an encoder reads the prompts.
+        takes_images: Whether prompts may have images.
+        max_batch: Largest number of requests in a pass.
+    """
+
+    model: str
+    vocab_size: int
+    max_sequence_length: int
+    dtype: str
+    layout: str
+    step: int | None = None
+    digests: Mapping[int | None, str] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
+    has_encoder: bool = False
+    takes_images: bool = False
+    max_batch: int = 64
+
+    @property
+    def digest(self) -> str:
+        """Digest of the weights that are served now."""
+        return self.digests[self.step]
+
+    def fingerprint(self, step: int | None) -> str:
+        """Return the `system_fingerprint` of an answer of a step's weights."""
+        number = "" if step is None else f"step{step}-"
+        return f"mt-{self.digests[step][:16]}-{number}{self.dtype}-{self.layout}"
+
+
+class EngineDownError(RuntimeError):
+    """The engine's process has ended, or does not answer; it is started again."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """An engine as a server uses it, on one event loop.
+
+    A ValueError is the caller's mistake, an `EngineDownError` says to try again later, and any
+    other error ends one request.
+    """
+
+    @property
+    def facts(self) -> Facts:
+        """The model and its engine."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None for a model of token lists alone."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder with the model's chat template; None for a model without a folder."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests would be served now."""
+        ...
+
+    def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        images: Sequence[Sequence[Picture]] | None = None,
+        adapter: str | None = None,
+        service: Service | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """Continue prompts, and yield the deltas as they come; closing it cancels the requests.
+
+        Each continuation ends with a delta that has its completion.
+
+        Args:
+            prompts: Tokens of each prompt.
+            sampling: How to choose tokens; `n` continuations of a prompt follow one another.
+            images: Images of each prompt, in the order of their tokens.
+            adapter: Name of the adapter.
+            service: Priority, deadline and caller.
+        """
+        ...
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Pooling = "last"
+    ) -> list[list[float]]:
+        """Return a vector for each prompt; see `Engine.embed`."""
+        ...
+
+    async def stats(self) -> dict[str, int]:
+        """Return the counts of `Engine.stats`."""
+        ...
+
+    async def load_step(self, step: int | None = None) -> int | None:
+        """Read a checkpoint of the run, the latest if None, and return its step."""
+        ...
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake`; see `Engine.sleep`. Requests wait, and new ones are refused."""
+        ...
+
+    async def wake(self) -> None:
+        """Serve again after `sleep`."""
+        ...
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter from a folder of Hugging Face PEFT."""
+        ...
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forget an adapter."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine."""
+        ...

@@ -1,0 +1,12 @@
+"""The routes; each file has a router, and `routers` lists them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from mt_infer.server.routes import completions, status
+
+
+def routers() -> list[APIRouter]:
+    """Return the routers of all routes."""
+    return [status.router, completions.router]

@@ -1,0 +1,240 @@
+"""Requests on their way to the engine: admitted within limits, counted, and cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mt_files import MissingExtraError, did_you_mean
+from starlette.requests import Request
+
+from mt_infer.completion import Completion, Delta
+from mt_infer.sampling import Sampling
+from mt_infer.server.backend import Backend, EngineDownError, Facts, Picture, Pooling
+from mt_infer.server.keys import Client
+from mt_infer.server.limits import Limits
+from mt_infer.server.metrics import Metrics
+from mt_infer.server.refusal import RefusedError
+from mt_infer.service import Service
+
+T = TypeVar("T")
+_RETRY_S = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a route wants of the engine.
+
+    Attributes:
+        prompts: Tokens of each prompt.
+        sampling: How to choose tokens.
+        images: Images of each prompt.
+        adapter: Name of the adapter.
+        cache_salt: What narrows who finds the cached blocks: this client's requests of this salt.
+        deadline_s: Seconds after which the request ends with what it has, if that is sooner than
+            the server's own deadline.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    images: Sequence[Sequence[Picture]] | None = None
+    adapter: str | None = None
+    cache_salt: str = ""
+    deadline_s: float | None = None
+
+    @property
+    def continuations(self) -> int:
+        """Number of continuations."""
+        return len(self.prompts) * self.sampling.n
+
+    @property
+    def tokens(self) -> int:
+        """Largest number of tokens of the prompts and continuations."""
+        given = sum(map(len, self.prompts)) * self.sampling.n
+        return given + self.continuations * max(1, self.sampling.max_tokens)
+
+
+class Serving:
+    """What routes use; `request.app.state.serving` has it.
+
+    Args:
+        backend: The engine.
+        limits: The limits.
+
+    Attributes:
+        metrics: The server's metrics.
+        is_draining: Whether no more requests are taken.
+    """
+
+    def __init__(self, backend: Backend, limits: Limits) -> None:
+        self.backend, self.limits, self.metrics = backend, limits, Metrics()
+        self.is_draining = False
+        self._continuations = self._tokens = 0
+
+    @classmethod
+    def of(cls, request: Request) -> Serving:
+        """Return the serving of a request's app."""
+        return request.app.state.serving
+
+    @property
+    def facts(self) -> Facts:
+        """The model and its engine."""
+        return self.backend.facts
+
+    def adapter_of(self, model: object) -> str | None:
+        """Return the adapter that a request's `model` names; None for the model, or for no name.
+
+        Raises:
+            RefusedError: There is no such model.
+        """
+        facts = self.facts
+        known = facts.model, *facts.adapters
+        if model in ("", facts.model):
+            return None
+        if isinstance(model, str) and model in known:
+            return model
+        message = f"model {str(model)[:80]!r} is not served. {did_you_mean(str(model)[:80], known)}"
+        raise RefusedError(404, message, param="model", code="model_not_found")
+
+    async def deltas(self, request: Request, ask: Ask) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of the continuations; closing it, or a client that leaves, cancels them.
+
+        Raises:
+            RefusedError: The engine refuses or fails, or the queue is full.
+        """
+        client: Client = request.scope["state"]["client"]
+        begun, seen = time.monotonic(), dict[int, float]()
+        deadline = min(self.limits.deadline_s, ask.deadline_s or self.limits.deadline_s)
+        service = Service(
+            priority=client.priority,
+            deadline_s=deadline,
+            caller=_caller(client.name, ask.cache_salt),
+        )
+        how = {"images": ask.images, "adapter": ask.adapter, "service": service}
+        with self._admitted(ask), _refusals():
+            stream = self.backend.stream(ask.prompts, ask.sampling, **how)
+            async with aclosing(stream):
+                async for delta in stream:
+                    self._count(delta, begun, seen)
+                    yield delta
+        self.metrics.prompt_tokens.inc(sum(map(len, ask.prompts)))
+        self.metrics.whole_s.observe(time.monotonic() - begun)
+
+    async def completions(self, request: Request, ask: Ask) -> list[Completion]:
+        """Return the whole continuations, in order; a client that leaves cancels them."""
+        return await until_gone(request, self._gathered(request, ask))
+
+    async def logprobs(
+        self, request: Request, tokens: Sequence[int], adapter: str | None = None
+    ) -> list[float]:
+        """Return the logprob of each token of a text but the first, by the model's scores."""
+        how = Sampling(max_tokens=0, prompt_logprobs=0, seed=0)
+        (found,) = await self.completions(
+            request, Ask(prompts=[tokens], sampling=how, adapter=adapter)
+        )
+        return found.prompt_logprobs or []
+
+    async def vectors(
+        self, request: Request, prompts: Sequence[Sequence[int]], pooling: Pooling = "last"
+    ) -> list[list[float]]:
+        """Return the embedding of each prompt."""
+        ask = Ask(prompts=prompts, sampling=Sampling(max_tokens=0))
+        with self._admitted(ask), _refusals():
+            found = await until_gone(request, self.backend.embed(prompts, pooling))
+        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        return found
+
+    async def _gathered(self, request: Request, ask: Ask) -> list[Completion]:
+        found: dict[int, Completion] = {}
+        async with aclosing(self.deltas(request, ask)) as deltas:
+            async for delta in deltas:
+                if delta.completion is not None:
+                    found[delta.index] = delta.completion
+        return [found[index] for index in sorted(found)]
+
+    @contextmanager
+    def _admitted(self, ask: Ask) -> Iterator[None]:
+        """Count an ask's continuations and tokens while they are served, within the limits."""
+        limits, count, tokens = self.limits, ask.continuations, ask.tokens
+        if self.is_draining or not self.backend.is_ready:
+            self._reject("not_ready")
+            raise RefusedError(
+                503, "the server is not ready", code="not_ready", retry_after=_RETRY_S
+            )
+        room = self.facts.max_batch + limits.max_queue
+        if count > room or tokens > limits.max_queue_tokens:
+            raise RefusedError(
+                400,
+                f"the request has {count} continuations of up to {tokens} tokens in all; at most "
+                f"{room} and {limits.max_queue_tokens} are served",
+            )
+        is_full = self._continuations + count > room
+        if is_full or self._tokens + tokens > limits.max_queue_tokens:
+            self._reject("queue_full")
+            raise RefusedError(
+                429, "the queue is full; try again later", code="queue_full", retry_after=_RETRY_S
+            )
+        self._continuations += count
+        self._tokens += tokens
+        try:
+            yield
+        finally:
+            self._continuations -= count
+            self._tokens -= tokens
+
+    def _reject(self, reason: str) -> None:
+        self.metrics.rejected.labels(reason).inc()
+
+    def _count(self, delta: Delta, begun: float, seen: dict[int, float]) -> None:
+        now, metrics = time.monotonic(), self.metrics
+        if delta.tokens:
+            last = seen.get(delta.index)
+            which = metrics.first_s if last is None else metrics.next_s
+            which.observe(now - (begun if last is None else last))
+            seen[delta.index] = now
+            metrics.generation_tokens.inc(len(delta.tokens))
+        if delta.completion is not None:
+            metrics.ended.labels(delta.completion.end).inc()
+
+
+async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return what a coroutine returns; cancel it when the client leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise RefusedError(499, "the client has left", code="client_left")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _caller(client: str, salt: str) -> str:
+    """Return the owner of cached blocks: the client, narrowed by its salt."""
+    if not salt:
+        return client
+    return f"{client}/{hashlib.sha256(salt.encode(errors='surrogatepass')).hexdigest()}"
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn the engine's errors into refusals."""
+    try:
+        yield
+    except EngineDownError as error:
+        raise RefusedError(503, str(error), code="engine_down", retry_after=_RETRY_S) from error
+    except (ValueError, MissingExtraError) as error:
+        raise RefusedError(400, str(error)) from error
