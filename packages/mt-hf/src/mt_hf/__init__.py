@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from mt_hf.commands.upcycling import upcycle_checkpoint as upcycle_checkpoint
     from mt_hf.family.family import Family as Family
     from mt_hf.family.link import Link as Link
+    from mt_hf.gguf.file import GGUFReport as GGUFReport
+    from mt_hf.gguf.file import GGUFType as GGUFType
+    from mt_hf.gguf.file import TextFormat as TextFormat
+    from mt_hf.gguf.file import export_gguf as export_gguf
     from mt_hf.reading.description import Description as Description
     from mt_hf.reading.description import describe as describe
     from mt_hf.reading.description import read_description as read_description

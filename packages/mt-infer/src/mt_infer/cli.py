@@ -12,12 +12,13 @@ import tyro
 from mt_files import did_you_mean, import_failure, shorten
 
 from mt_infer.commands.chat import Chat
+from mt_infer.commands.export import Export
 from mt_infer.commands.flags import flag_of, options_of
 from mt_infer.commands.generate import Generate
 from mt_infer.commands.quantize import Quantize
 from mt_infer.console import bounded, check_printable, open_streams, print_text, say
 
-_COMMANDS = {"generate": Generate, "chat": Chat, "quantize": Quantize}
+_COMMANDS = {"generate": Generate, "chat": Chat, "quantize": Quantize, "export": Export}
 
 
 class _Command(Protocol):
@@ -64,8 +65,8 @@ def _parse(arguments: list[str]) -> _Command:
             return tyro.extras.subcommand_cli_from_dict(
                 _COMMANDS,
                 prog="mt-infer",
-                description="Generate text from a trained model, and store it in low precision. "
-                "`--version` prints the version.",
+                description="Generate text from a trained model, and store it in low precision or "
+                "for other engines. `--version` prints the version.",
                 args=_joined_values(arguments),
             )
     finally:

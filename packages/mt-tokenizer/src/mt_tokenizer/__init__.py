@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mt_tokenizer.chat import ChatError as ChatError
     from mt_tokenizer.chat import ChatLimits as ChatLimits
     from mt_tokenizer.chat import ChatTemplate as ChatTemplate
+    from mt_tokenizer.chat import read_template as read_template
     from mt_tokenizer.chat import with_parsed_arguments as with_parsed_arguments
     from mt_tokenizer.encoder import Encoder as Encoder
     from mt_tokenizer.tokenizer import Tokenizer as Tokenizer

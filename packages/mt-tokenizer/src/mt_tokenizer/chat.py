@@ -112,26 +112,12 @@ class ChatTemplate:
             ChatError: The folder has none.
             FileError: A file can't be read.
         """
-        folder = Path(folder)
-        path, config = folder / "tokenizer_config.json", {}
-        if path.exists():
-            config = read_json(path, limit=1 << 26)
-        if not isinstance(config, dict):
-            raise ChatError(f"{path} is no mapping of fields; restore it")
-        source = config.get("chat_template")
-        if isinstance(source, list):
-            named = (each for each in source if isinstance(each, dict))
-            source = next((e.get("template") for e in named if e.get("name") == "default"), None)
-        if (folder / "chat_template.jinja").exists():
-            source = read_text(folder / "chat_template.jinja", limit=_MOST_BYTES)
-        if not isinstance(source, str):
+        source, tokens = read_template(folder)
+        if source is None:
             raise ChatError(
                 f"{folder} has no chat template, neither as chat_template.jinja nor in "
                 "tokenizer_config.json; its model continues texts, so give it a prompt"
             )
-        given = {name: config.get(name) for name in _TOKENS}
-        texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in given.items()}
-        tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
         return cls(source, tokens, limits=limits)
 
     def render(
@@ -227,3 +213,28 @@ class ChatTemplate:
         if "error" in answer:
             self.close()
             raise ChatError(f"the chat template is wrong: {answer['error']}")
+
+
+def read_template(folder: Path | str) -> tuple[str | None, dict[str, str]]:
+    """Return the chat template of a folder, if it has one, and special tokens that it may name.
+
+    Raises:
+        ChatError: tokenizer_config.json is damaged.
+        FileError: A file can't be read.
+    """
+    folder = Path(folder)
+    path, config = folder / "tokenizer_config.json", {}
+    if path.exists():
+        config = read_json(path, limit=1 << 26)
+    if not isinstance(config, dict):
+        raise ChatError(f"{path} is no mapping of fields; restore it")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = (each for each in source if isinstance(each, dict))
+        source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if (folder / "chat_template.jinja").exists():
+        source = read_text(folder / "chat_template.jinja", limit=_MOST_BYTES)
+    given = {name: config.get(name) for name in _TOKENS}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in given.items()}
+    tokens = {name: text for name, text in texts.items() if isinstance(text, str)}
+    return source if isinstance(source, str) else None, tokens

@@ -6,7 +6,8 @@ It needs mt-ckpt and mt-data, from the extra `mt-hf[cli]`.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,9 +103,26 @@ def export_checkpoint(
         CheckpointError: The checkpoint is damaged, or holds no model.
         FileError: A file can't be read or written.
     """
+    check_free(Path(folder))
+    with open_checkpoint(
+        checkpoint, like=like, family=family, dtype=dtype, ema=ema, file_size=file_size
+    ) as (export, fill):
+        export.write(Path(folder), fill)
+
+
+@contextmanager
+def open_checkpoint(
+    checkpoint: str | Path,
+    *,
+    like: str | Path | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    ema: bool = False,
+    file_size: int = FILE_SIZE,
+) -> Iterator[tuple[Export, Callable[[str, Tensor], None]]]:
+    """Yield the plan of `export_checkpoint`, and a function that fills a tensor by its name."""
     from mt_ckpt import RunFolder, SavedModel, open_arrays
 
-    check_free(Path(folder))
     source, run = source_of(Path(checkpoint))
     if like is None and run.hugging_face.is_dir():
         like = run.hugging_face
@@ -137,7 +155,7 @@ def export_checkpoint(
                 place = prefix if link.target in stored else RunFolder.WEIGHTS  # of buffers
                 _fill(arrays, f"{place}/{link.target}", window, shape, starts)
 
-        export.write(Path(folder), fill)
+        yield export, fill
 
 
 def _ended(export: Export, path: Path, saved: SavedTokenizer, like: str | Path | None) -> Export:

@@ -37,6 +37,7 @@ class Export:
 
     Attributes:
         family: Family of the model.
+        config: Config of the model.
         content: Content of config.json, or a file to copy.
         links: Links of the model, by source tensor.
         shapes: Shapes of the model's parameters and saved buffers.
@@ -46,6 +47,7 @@ class Export:
     """
 
     family: Family
+    config: StackConfig
     content: str | Path
     links: Mapping[str, Sequence[Link]]
     shapes: Mapping[str, Sizes]
@@ -124,6 +126,7 @@ def plan_export(
     carried = [] if like is None else [like / n for n in CARRIED if (like / n).exists()]
     return Export(
         family=chosen,
+        config=config,
         content=_content(chosen, config, fields, given, like, planned, buffers),
         links=links,
         shapes=shapes,

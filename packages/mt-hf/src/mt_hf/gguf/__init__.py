@@ -1,0 +1,1 @@
+"""Writing of GGUF files, which llama.cpp and engines built on it read."""

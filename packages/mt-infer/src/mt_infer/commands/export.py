@@ -1,0 +1,81 @@
+"""The command `mt-infer export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from mt_files import quick_imports
+
+from mt_infer.console import print_text, say
+
+if TYPE_CHECKING:
+    from mt_hf import TextFormat
+
+    from mt_infer.loading import Run
+
+
+@dataclass(kw_only=True)
+class Export:
+    """Write a model for another engine: a GGUF file for llama.cpp, or a TensorRT-LLM checkpoint."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """The --out folder of an mt-train run, a folder of Hugging Face, or a model of the hub in the
+    local cache, such as Qwen/Qwen3-0.6B."""
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
+    """The file to make, for gguf, or the folder; it must not exist."""
+    format: Literal["gguf"]
+    """The format: gguf, a file with weights, tokenizer and chat template; needs mt-infer[gguf]."""
+    type: Literal["f32", "bf16", "f16", "q8_0"] = "bf16"
+    """Format of matrices; q8_0 has 8 bits, and an fp16 scale for 32 weights."""
+    splitting: str | None = None
+    """For gguf: llama.cpp's name of the rule by which the tokenizer splits text, such as gpt-2, if
+    it is not found."""
+    step: int | None = None
+    """The checkpoint of this step of a run; by default the latest."""
+    download: bool = False
+    """Download a model of the hub that is not in the cache."""
+    ema: bool = False
+    """Use the moving average of the weights, if training kept one (optimizer.ema)."""
+
+    def run_command(self) -> int:
+        """Write the model, print what was written and return the exit status."""
+        with quick_imports():
+            from mt_hf import export_gguf
+
+            from mt_infer.loading import check_ema, open_run
+
+        with open_run(self.run, self.step, download=self.download) as run:
+            if self.ema:
+                check_ema(run)
+            text = _text_of(run, self.splitting)
+            made = export_gguf(run.source, self.out, text, kind=self.type, ema=self.ema)
+            if made.context_length < run.config.max_sequence_length:
+                say(
+                    f"the context is {made.context_length} tokens, the model's shortest attention "
+                    f"window: llama.cpp has no windows for {made.architecture}"
+                )
+        print_text(f"{self.out}: {made.architecture}, {made.num_tensors} tensors, {self.type}")
+        return 0
+
+
+def _text_of(run: Run, splitting: str | None) -> TextFormat:
+    """Return how a model's text becomes tokens, from the files beside it."""
+    from mt_files import read_json
+    from mt_hf import TextFormat
+    from mt_tokenizer import read_template
+
+    template, names = read_template(run.hugging_face)
+    path, begins = run.hugging_face / "tokenizer_config.json", None
+    if run.tokenizer.suffix == ".model" and path.exists():  # which does not say it itself
+        adds = read_json(path, limit=1 << 26).get("add_bos_token")
+        begins = names.get("bos_token") if adds else None
+    return TextFormat(
+        tokenizer=run.tokenizer,
+        ends=run.ends,
+        begins=begins,
+        template=template,
+        splitting=splitting,
+    )
