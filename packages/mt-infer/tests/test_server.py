@@ -73,10 +73,10 @@ def test_status_routes_answer_with_a_key(site: Site) -> None:
     ("body", "status", "said"),
     [
         (SHORT | {"model": "modle"}, 404, "modle"),
-        (SHORT | {"prompt": [64]}, 400, "the token 64"),
-        (SHORT | {"prompt": [-1]}, 400, "the token -1"),
+        (SHORT | {"prompt": [64]}, 400, "64 is no token"),
+        (SHORT | {"prompt": [-1]}, 400, "-1 is no token"),
         (SHORT | {"temperature": -1}, 400, "temperature"),
-        (b"{", 400, "not a request"),
+        (b"{", 400, "not valid JSON"),
         (SHORT | {"prompt": [1] * 4096}, 413, "4096 bytes"),
     ],
 )

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from mt_infer.server.bodies import read_form
-from mt_infer.server.forms import CompletionForm
-from mt_infer.server.refusal import RefusedError
+from mt_infer.forms.bodies import FormError, read_form
+from mt_infer.forms.texts import CompletionForm, prompts_of
 
 NO_JSON = {
     b"": "is not valid JSON",
@@ -52,21 +51,19 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize("content", NO_JSON, ids=lambda content: repr(content[:20]))
 def test_what_is_no_plain_json_is_refused(content: bytes) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(FormError) as refused:
         read_form(CompletionForm, content)
-    assert refused.value.status == 400
     assert refused.value.code == "invalid_json"
-    assert NO_JSON[content] in refused.value.message
+    assert NO_JSON[content] in str(refused.value)
 
 
-@pytest.mark.parametrize(("body", "param", "text"), WRONG, ids=lambda each: str(each)[:30])
+@pytest.mark.parametrize(("body", "param", "text"), WRONG)
 def test_a_wrong_field_is_named_with_its_value(body: dict[str, Any], param: str, text: str) -> None:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(FormError) as refused:
         read_form(CompletionForm, json.dumps(body).encode())
     assert refused.value.param == (param or None)
-    assert text in refused.value.message
-    assert set(refused.value.body["error"]) == {"message", "type", "param", "code"}
-    json.dumps(refused.value.body, ensure_ascii=False).encode()
+    assert text in str(refused.value)
+    assert (str(refused.value) + str(refused.value.param)).encode()
 
 
 def test_nulls_and_fields_that_change_no_token_are_accepted() -> None:
@@ -79,7 +76,7 @@ def test_nulls_and_fields_that_change_no_token_are_accepted() -> None:
 def test_a_body_chooses_tokens_by_the_fields_of_sampling() -> None:
     given = {"seed": 7, "temperature": 0.5, "top_k": 3, "logit_bias": {"5": -1}, "stop": "x"}
     form = read_form(CompletionForm, json.dumps({"prompt": [[1, 2], [3]], **given}).encode())
-    assert form.prompts == [[1, 2], [3]]
+    assert prompts_of(form.prompt) == [[1, 2], [3]]
     found = form.sampling(max_tokens=4)
     assert (found.seed, found.temperature, found.top_k) == (7, 0.5, 3)
     assert (found.logit_bias, found.stop, found.max_tokens) == ({5: -1.0}, ("x",), 4)

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mt_infer.forms.bodies import FormError
 from mt_infer.server.backend import Backend
 from mt_infer.server.gate import Gate, response_of
 from mt_infer.server.keys import Keys
@@ -39,6 +40,7 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await backend.close()
+        app.state.serving.prompts.close()
 
     # Without a schema there are no pages of documentation, which would load foreign scripts.
     app = FastAPI(title="mt-infer", lifespan=lifespan, redirect_slashes=False, openapi_url=None)
@@ -47,6 +49,7 @@ def create_app(
     app.add_middleware(Gate, keys=keys, limits=limits)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(RefusedError, _refused)
+    app.add_exception_handler(FormError, _refused_form)
     for router in routers():
         app.include_router(router)
     return app
@@ -69,3 +72,8 @@ async def _no_route(_: Request, error: Exception) -> Response:
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, RefusedError), "the handler is for these"  # noqa: S101
     return response_of(error)
+
+
+async def _refused_form(_: Request, error: Exception) -> Response:
+    assert isinstance(error, FormError), "the handler is for these"  # noqa: S101
+    return response_of(RefusedError(400, str(error), param=error.param, code=error.code))

@@ -41,6 +41,7 @@ class Facts:
         max_sequence_length: Largest number of tokens of a prompt and its answer.
         dtype: Dtype of the weights.
         layout: Ranks that share the model.
+        kernels: What computes each operation, and the format of cached keys and values.
         step: Step of the weights; None for a folder of Hugging Face.
         digests: Digest of the weights of each step that has been served.
         adapters: Names of the adapters.
@@ -54,6 +55,7 @@ class Facts:
     max_sequence_length: int
     dtype: str
     layout: str
+    kernels: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None
     digests: Mapping[int | None, str] = field(default_factory=dict)
     adapters: tuple[str, ...] = ()

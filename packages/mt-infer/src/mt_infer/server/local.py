@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mt_files import to_plain
 from mt_tokenizer import Tokenizer
 
 from mt_infer.completion import Delta
@@ -58,6 +59,10 @@ class LocalEngine:
             max_sequence_length=config.max_sequence_length,
             dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
             layout="-".join(f"{name}{size}" for name, size in sizes.items()) or "tp1-pp1",
+            kernels={
+                **to_plain(engine.model.shard.kernels),
+                "kv_cache": engine.options.kv_cache_dtype,
+            },
             step=engine.step,
             digests=dict(self._digests),
             adapters=self.engine.adapters,

@@ -19,6 +19,7 @@ from mt_infer.server.backend import Backend, EngineDownError, Facts, Picture, Po
 from mt_infer.server.keys import Client
 from mt_infer.server.limits import Limits
 from mt_infer.server.metrics import Metrics
+from mt_infer.server.prompts import Prompts
 from mt_infer.server.refusal import RefusedError
 from mt_infer.service import Service
 
@@ -68,11 +69,13 @@ class Serving:
 
     Attributes:
         metrics: The server's metrics.
+        prompts: What turns prompts into tokens.
         is_draining: Whether no more requests are taken.
     """
 
     def __init__(self, backend: Backend, limits: Limits) -> None:
         self.backend, self.limits, self.metrics = backend, limits, Metrics()
+        self.prompts = Prompts(backend, limits)
         self.is_draining = False
         self._continuations = self._tokens = 0
 

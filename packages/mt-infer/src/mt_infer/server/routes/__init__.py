@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from mt_infer.server.routes import completions, status
+from mt_infer.server.routes import chat, completions, responses, status, texts
 
 
 def routers() -> list[APIRouter]:
     """Return the routers of all routes."""
-    return [status.router, completions.router]
+    return [each.router for each in (status, completions, chat, responses, texts)]

@@ -2,51 +2,140 @@
 
 from __future__ import annotations
 
-import json
-import time
-import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
-from mt_infer.completion import Completion
-from mt_infer.sampling import Sampling
-from mt_infer.server.refusal import RefusedError
+from mt_infer.completion import Completion, Delta
+from mt_infer.forms.texts import CompletionForm, prompts_of
+from mt_infer.server.answers import Writer, bounded, streamed, token_bytes
+from mt_infer.server.prompts import Prompt
+from mt_infer.server.routes.reading import ask_of, form_of
 from mt_infer.server.serving import Ask, Serving
 
 router = APIRouter()
 
 
 @router.post("/v1/completions")
-async def completions(request: Request) -> dict[str, Any]:
-    """Continue a list of tokens or a text."""
-    serving = Serving.of(request)
-    try:
-        body = json.loads(await request.body())
-        model, prompt = body["model"], body["prompt"]
-        how = Sampling(
-            **{name: body[name] for name in ("max_tokens", "seed", "temperature") if name in body}
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise RefusedError(400, f"the body is not a request: {error}") from error
-    tokenizer = serving.backend.tokenizer
-    tokens: list[int] = prompt
-    if isinstance(prompt, str) and tokenizer is not None:
-        tokens = tokenizer.encode_prompt(prompt)
-    ask = Ask(prompts=[tokens], sampling=how, adapter=serving.adapter_of(model))
-    found = await serving.completions(request, ask)
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": serving.facts.fingerprint(found[0].step),
-        "choices": [_choice(index, each) for index, each in enumerate(found)],
-        "usage": {"prompt_tokens": len(tokens), "completion_tokens": len(found[0].tokens)},
-    }
+async def completions(request: Request) -> Response:
+    """Continue texts or lists of tokens."""
+    serving, form = Serving.of(request), await form_of(request, CompletionForm)
+    prompts = await serving.prompts.of(prompts_of(form.prompt), "prompt")
+    logprobs = 0 if form.receipt and form.logprobs is None else form.logprobs
+    ask = ask_of(
+        serving,
+        form,
+        prompts,
+        max_tokens=form.max_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=form.logprobs if form.echo else None,
+    )
+    writer = _Writer(serving, form, prompts, ask)
+    if form.stream:
+        return await streamed(request, ask, writer)
+    return JSONResponse(writer.whole(await serving.completions(request, ask)))
 
 
-def _choice(index: int, found: Completion) -> dict[str, Any]:
-    end = "stop" if found.end == "stop" else "length"
-    return {"index": index, "text": found.text or "", "finish_reason": end, "logprobs": None}
+class _Writer(Writer):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(
+        self, serving: Serving, form: CompletionForm, prompts: Sequence[Prompt], ask: Ask
+    ) -> None:
+        super().__init__(serving, form, prompts, ask)
+        self._echo, self._logprobs = form.echo, form.logprobs
+        self._begun: dict[int, int] = {}  # lengths of texts so far
+
+    def choice(self, index: int, found: Completion) -> dict[str, Any]:
+        """Return a whole choice."""
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = self._tokens(found.tokens, found.logprobs, found.top_logprobs, 0)
+            if self._echo:
+                logprobs = self._with_prompt(index, found, logprobs)
+        text = self._before(index) + (found.text or "")
+        return _part(index, text, logprobs, found)
+
+    def parts(self, delta: Delta) -> Iterable[dict[str, Any]]:
+        """Return the choice of the chunk of a delta."""
+        begun = self._begun.get(delta.index)
+        text = delta.text if begun is not None else self._before(delta.index) + delta.text
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs = self._tokens(delta.tokens, delta.logprobs, delta.top_logprobs, begun or 0)
+        self._begun[delta.index] = (begun or 0) + len(text)
+        yield _part(delta.index, text, logprobs, delta.completion)
+
+    def _prompt(self, index: int) -> Prompt:
+        return self.prompts[index // self.ask.sampling.n]
+
+    def _before(self, index: int) -> str:
+        """Return the text of the prompt, if it is echoed."""
+        if not self._echo:
+            return ""
+        prompt = self._prompt(index)
+        if prompt.text is not None:
+            return prompt.text
+        tokenizer = self.serving.backend.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(prompt.tokens)
+
+    def _with_prompt(
+        self, index: int, found: Completion, own: dict[str, list[Any]]
+    ) -> dict[str, list[Any]]:
+        tokens, logprobs = self._prompt(index).tokens, found.prompt_logprobs
+        first = self._tokens(tokens[:1], None, None, 0)
+        rest = self._tokens(tokens[1:], logprobs, found.prompt_top_logprobs, 0)
+        whole = {name: first[name] + rest[name] + own[name] for name in own}
+        whole["text_offset"] = _offsets(whole["tokens"], 0)
+        return whole
+
+    def _tokens(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] | None,
+        tops: Sequence[Mapping[int, float]] | None,
+        offset: int,
+    ) -> dict[str, list[Any]]:
+        """Return tokens with their logprobs; None stands for what has none."""
+        texts = [self._text(each) for each in tokens]
+        found = [None] * len(tokens) if logprobs is None else [bounded(each) for each in logprobs]
+        likely = [
+            {self._text(token): bounded(logprob) for token, logprob in each.items()}
+            for each in tops or ()
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": found,
+            "top_logprobs": likely or [None] * len(tokens),
+            "text_offset": _offsets(texts, offset),
+        }
+
+    def _text(self, token: int) -> str:
+        """Return the text of a token, or its bytes where these are no text."""
+        tokenizer = self.serving.backend.tokenizer
+        if tokenizer is None:
+            return f"token:{token}"
+        content = token_bytes(tokenizer, token)
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _part(
+    index: int, text: str, logprobs: Mapping[str, Any] | None, found: Completion | None
+) -> dict[str, Any]:
+    end = None if found is None else "stop" if found.end == "stop" else "length"
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": end}
+
+
+def _offsets(texts: Sequence[str], first: int) -> list[int]:
+    found = []
+    for text in texts:
+        found.append(first)
+        first += len(text)
+    return found

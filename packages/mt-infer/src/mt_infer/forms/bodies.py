@@ -1,4 +1,4 @@
-"""Bodies of requests: bytes to frozen dataclasses, without what JSON readers disagree about."""
+"""Bodies of a server's requests to frozen dataclasses, without what JSON readers disagree about."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from mt_files import FileError, bind, parse_json, shorten
 
-from mt_infer.server.refusal import RefusedError
-
-MAX_DEPTH = 64
 _INTEGERS = range(-(2**63), 2**63)
 _LONGEST = 500
 _SHOWN_STEPS = 8
 # Schemas of others, in which a null may say something.
-_FREE = frozenset({"parameters", "schema", "json_schema", "chat_template_kwargs", "arguments"})
+_FREE = frozenset({"parameters", "schema", "chat_template_kwargs", "arguments"})
 _IGNORED = frozenset(
     {
         "user",
@@ -25,6 +22,19 @@ _IGNORED = frozenset(
         "prompt_cache_retention",
     }
 )
+
+
+class FormError(ValueError):
+    """A body that is refused.
+
+    Attributes:
+        param: Path of the field, such as `messages[0].role`; None for the body as a whole.
+        code: OpenAI's short name of the error.
+    """
+
+    def __init__(self, param: str, text: str, *, code: str = "invalid_value") -> None:
+        self.param, self.code = _shortened(param) or None, code
+        super().__init__(_shortened(f"{param}: {text}" if param else text))
 
 
 class Form(Protocol):
@@ -40,7 +50,7 @@ class Form(Protocol):
 T = TypeVar("T", bound=Form)
 
 
-def read_form(cls: type[T], content: bytes) -> T:
+def read_form(cls: type[T], content: bytes, max_depth: int = 64) -> T:
     """Return the dataclass of a body.
 
     Nulls are as good as nothing, and fields that can't change an answer are ignored.
@@ -48,81 +58,55 @@ def read_form(cls: type[T], content: bytes) -> T:
     Args:
         cls: The dataclass.
         content: The body.
+        max_depth: Deepest nesting of lists and mappings.
 
     Raises:
-        RefusedError: The body is no JSON, is nested too deeply, or a field is unknown, not served,
+        FormError: The body is no JSON, is nested too deeply, or a field is unknown, not served,
             or has a wrong value.
     """
-    given = _without_nulls(_parsed(content))
+    given = _without_nulls(_parsed(content, max_depth))
     for name in _IGNORED & given.keys():
         del given[name]
     for name in given.keys() & cls.NOT_SERVED.keys():
         reason = cls.NOT_SERVED[name]
-        raise RefusedError(
-            400,
-            f"{name}: is a field of OpenAI's that is not served here; {reason}",
-            param=name,
-            code="unsupported_parameter",
-        )
+        text = f"is a field of OpenAI's that is not served here; {reason}"
+        raise FormError(name, text, code="unsupported_parameter")
     bound = bind(cls, given)
     if bound.value is None:
         path, text, _ = bound.problems[0]
         code = "unknown_parameter" if text.startswith("unknown key") else "invalid_value"
-        raise field_refusal(path, text, code=code)
+        raise FormError(path, text, code=code)
     return bound.value
 
 
-def field_refusal(path: str, text: str, *, code: str = "invalid_value") -> RefusedError:
-    """Return the refusal of a field.
-
-    Args:
-        path: Path of the field; empty for the body as a whole.
-        text: What is wrong with it.
-        code: OpenAI's short name of the error.
-    """
-    message = f"{path}: {text}" if path else text
-    return RefusedError(400, shorten_text(message), param=path or None, code=code)
-
-
-def shorten_text(text: str) -> str:
-    """Return a message of bounded length without characters that can't be encoded."""
-    text = text.encode(errors="replace").decode()
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parsed(content: bytes, max_depth: int) -> dict[str, Any]:
     try:
         value = parse_json(content, name="the body")
     except FileError as error:
-        raise RefusedError(
-            400, shorten_text(f"the body {error.problem}"), code="invalid_json"
-        ) from None
-    _check(value)
+        raise FormError("", f"the body {error.problem}", code="invalid_json") from None
+    _check(value, max_depth)
     if not isinstance(value, dict):
-        raise RefusedError(
-            400,
-            f"the body is {shorten(value)}; send a JSON object of the fields",
-            code="invalid_json",
-        )
+        text = f"the body is {shorten(value)}; send a JSON object of the fields"
+        raise FormError("", text, code="invalid_json")
     return value
 
 
-def _check(value: Any) -> None:
+def _check(value: Any, max_depth: int) -> None:
     """Refuse depth, integers beyond 64 bits and lone surrogates anywhere."""
     path: list[str | int] = []
-    problem = _problem(value, path)
+    problem = _problem(value, path, max_depth)
     if problem is not None:
         steps = (f"[{each}]" if isinstance(each, int) else f".{each}" for each in path)
         where = "".join(steps).removeprefix(".")
         if len(path) > _SHOWN_STEPS:
             where = ""
-        raise field_refusal(shorten_text(where), problem)
+        raise FormError(where, problem)
 
 
-def _problem(value: Any, path: list[str | int]) -> str | None:
+def _problem(value: Any, path: list[str | int], max_depth: int) -> str | None:
     """Return the first problem of a value; the path then leads to it."""
-    if len(path) > MAX_DEPTH:
-        return f"the body is nested deeper than {MAX_DEPTH} levels"
+    if len(path) > max_depth:
+        return f"the body is nested deeper than {max_depth} levels"
     if isinstance(value, str):
         return _surrogate(value)
     if isinstance(value, int):
@@ -134,7 +118,9 @@ def _problem(value: Any, path: list[str | int]) -> str | None:
         return None  # quickly, because they are many
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         path.append(key)
-        found = _problem(inner, path) or (_surrogate(key) if isinstance(key, str) else None)
+        found = _problem(inner, path, max_depth) or (
+            _surrogate(key) if isinstance(key, str) else None
+        )
         if found is not None:
             return found
         path.pop()
@@ -154,3 +140,9 @@ def _without_nulls(value: Any) -> Any:
         items = ((key, each) for key, each in value.items() if each is not None)
         return {key: each if key in _FREE else _without_nulls(each) for key, each in items}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _shortened(text: str) -> str:
+    """Return a message of bounded length without characters that can't be encoded."""
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -1,4 +1,4 @@
-"""Fields of the bodies that are served."""
+"""Fields of a body that say how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mt_files import Checks
 from mt_infer.sampling import Sampling
 
 _MOST_N = 128
-_MOST_TOP = 20
+MOST_TOP = 20
 _MOST_WORDS = 1024
 _HOTTEST = 100.0
 _COLDEST = 1e-3
@@ -52,12 +52,67 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResponseFormat:
+    """The form of an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFormat(ResponseFormat):
+    """Any text."""
+
+    type_name: ClassVar[str] = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonFormat(ResponseFormat):
+    """Any JSON object."""
+
+    type_name: ClassVar[str] = "json_object"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaFields:
+    """A JSON schema.
+
+    Attributes:
+        name: Name of the schema.
+        schema: The schema; the answer always follows it, as if `strict` were true.
+        description: What the answer is for.
+        strict: Whether the answer must follow the schema.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    description: str = ""
+    strict: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedSchema(SchemaFields):
+    """The schema of an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaFormat(ResponseFormat):
+    """JSON by a schema.
+
+    Attributes:
+        json_schema: The schema.
+    """
+
+    type_name: ClassVar[str] = "json_schema"
+
+    json_schema: NamedSchema
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choosing:
     """Fields of a body that say how tokens are chosen; see `Sampling`.
 
     Attributes:
         model: Name of the served model or of an adapter; empty for the model.
         stop: Texts that end the answer.
+        response_format: Form of the answer.
         stream: Whether the answer comes in events.
         stream_options: How it then comes.
         cache_salt: Only requests with the same salt share cached prompts.
@@ -86,6 +141,7 @@ class Choosing:
     n: int = 1
     regex: str | None = None
     grammar: str | None = None
+    response_format: ResponseFormat = field(default_factory=TextFormat)
     stream: bool = False
     stream_options: StreamOptions = field(default_factory=StreamOptions)
     cache_salt: str = ""
@@ -125,48 +181,9 @@ class Choosing:
         Raises:
             FieldError: A value is out of its range.
         """
-        return Sampling(**{name: getattr(self, name) for name in _SAME}, **more)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompletionForm(Choosing):
-    """Body of `/v1/completions`.
-
-    Attributes:
-        prompt: Texts, or lists of tokens.
-        max_tokens: Largest number of tokens.
-        echo: Whether the answer begins with the prompt.
-        logprobs: Number of most likely tokens to report for each.
-        json_schema: JSON schema of the answer.
-    """
-
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {
-        "suffix": "models continue texts from their end; leave it out",
-        "best_of": "ask for n answers, and take the best by their logprobs",
-    }
-
-    prompt: str | tuple[str | int | tuple[int, ...], ...]
-    max_tokens: int = 16
-    echo: bool = False
-    logprobs: int | None = None
-    json_schema: Mapping[str, Any] | None = None
-
-    def _check(self, checks: Checks) -> None:
-        super()._check(checks)
-        checks.at_least(0, "logprobs", "max_tokens")
-        checks.at_most(_MOST_TOP, "logprobs")
-        given = () if isinstance(self.prompt, str) else self.prompt
-        if self.prompt == ():
-            checks.add("prompt", "an empty list; give one prompt or more")
-        if len({isinstance(each, int) for each in given}) > 1:
-            checks.add("prompt", "mixes tokens with texts or lists; give one of these")
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or several."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        tokens = [each for each in self.prompt if isinstance(each, int)]
-        if tokens:
-            return [tokens]
-        return [list(each) if isinstance(each, tuple) else str(each) for each in self.prompt]
+        own = {name: getattr(self, name) for name in _SAME}
+        if isinstance(self.response_format, JsonFormat):
+            own["json_schema"] = {"type": "object"}
+        if isinstance(self.response_format, SchemaFormat):
+            own["json_schema"] = self.response_format.json_schema.schema
+        return Sampling(**{**own, **more})

@@ -1,0 +1,1 @@
+"""The bodies that clients send to a server: each form is a dataclass of its fields."""

@@ -1,0 +1,53 @@
+"""Calls of functions: the grammar that makes an answer one, and the parser of answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from mt_tokenizer import AnswerEvent, AnswerForm, AnswerParser, CallArguments, CallBegin, CallEnd
+
+from mt_infer.forms.chat import ChatForm
+
+# What the grammar writes: {"name": ..., "parameters": {...}}; {...}
+_ASKED = AnswerForm(calls="llama3")
+
+
+def call_grammar(form: ChatForm) -> str:
+    """Return the grammar, as llguidance reads it, of an answer that is calls of functions."""
+    functions = [each.function for each in form.callable]
+    names = [f"call_{number}" for number in range(len(functions))]
+    rest = ' ("; " call)*' if form.parallel_tool_calls else ""
+    lines = [f"start: call{rest}", f"call: {' | '.join(names)}"]
+    for name, function in zip(names, functions, strict=True):
+        head = json.dumps(f'{{"name": {json.dumps(function.name)}, "parameters": ')
+        lines.append(f'{name}: {head} {name}_values "}}"')
+        lines.append(f"{name}_values: %json {json.dumps(_object(function.parameters))}")
+    return "\n".join(lines)
+
+
+def parser_of(form: AnswerForm, chat: ChatForm, prompt: str) -> AnswerParser:
+    """Return what takes an answer apart.
+
+    Args:
+        form: How the model marks the parts of its answers.
+        chat: The fields of the request.
+        prompt: The rendered prompt.
+    """
+    names = [each.function.name for each in chat.callable]
+    if chat.must_call:
+        return AnswerParser(_ASKED, functions=names)
+    return AnswerParser(form, functions=names, prompt=prompt)
+
+
+def asked_calls(events: Iterable[AnswerEvent], form: ChatForm) -> Iterable[AnswerEvent]:
+    """Yield events, without further calls where only one is wanted."""
+    for event in events:
+        is_call = isinstance(event, CallBegin | CallArguments | CallEnd)
+        if not is_call or form.parallel_tool_calls or event.index == 0:
+            yield event
+
+
+def _object(schema: object) -> dict[str, object]:
+    """Return a schema of arguments, which are an object whatever it leaves open."""
+    return {"type": "object", **(schema if isinstance(schema, dict) else {})}
