@@ -14,7 +14,7 @@ import torch
 from mt_ckpt import RunFolder
 from mt_infer import Engine, EngineOptions, RunError, Sampling
 from mt_infer.loading import fill_weights
-from mt_model import GPT, Kernels, MoEConfig, gpt, saved_buffers
+from mt_model import GPT, Kernels, MoEConfig, gpt, packing_obstacle, saved_buffers
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_quant import QuantizationConfig, QuantizationError, quantize
 
@@ -91,6 +91,30 @@ def test_a_step_that_cannot_be_read_leaves_an_engine_that_answers_nothing(run) -
     made.wake()
     assert [begun, *stream][-1].completion == before[0]
     assert made.generate("to be", Sampling(seed=0, max_tokens=4)) == before
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_packed_weights_are_those_of_the_last_change(run, *, invariant: bool) -> None:
+    how: dict[str, Any] = {"step": 1, "blocks": 32, "batch_invariant": invariant}
+    asked = "to be", Sampling(temperature=0, max_tokens=8, seed=0, logprobs=0)
+    made = Engine.from_folder(run, **how)
+    model: Any = made.model
+    gemm = model.shard.gemm
+    if packing_obstacle(torch.float32, torch.device("cpu")) is not None:
+        pytest.skip("oneDNN packs no weights here")
+    weights = {name: 0.5 * x for name, x in made.model.named_parameters()}
+    made.update_weights(weights)
+    size = gemm.packed_bytes
+    assert gemm.layout_of(model.layers["0"].mixer.out.matrix()) is not None
+    other = Engine.from_folder(run, **how, pack_weights=False)
+    other.update_weights(weights)
+    assert [x.tokens for x in made.generate(*asked)] == [x.tokens for x in other.generate(*asked)]
+    if invariant:
+        assert made.generate(*asked) == other.generate(*asked)
+    made.sleep(level=2)
+    assert gemm.packed_bytes == 0
+    made.wake()
+    assert gemm.packed_bytes == size > 0
 
 
 def test_a_run_whose_model_was_replaced_is_refused(run, tmp_path, write_run) -> None:

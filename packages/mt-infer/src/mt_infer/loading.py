@@ -328,6 +328,11 @@ def load_weights(
     return Generator(model=model, config=model.config, **how)
 
 
+def dtype_of(state: ParallelState, dtype: str | None) -> str:
+    """Return the name of a model's dtype, or of its device's usual one."""
+    return dtype or ("bf16" if state.device.type == "cuda" else "fp32")
+
+
 def built_model(
     run: Run,
     state: ParallelState,
@@ -349,7 +354,7 @@ def built_model(
     """
     if ema:
         check_ema(run)
-    chosen = DTYPES[dtype or ("bf16" if state.device.type == "cuda" else "fp32")]
+    chosen = DTYPES[dtype_of(state, dtype)]
     layers = split_layers(run.config.num_layers, state.size("pp"))[state.index("pp")]
     config = run.config if mtp else replace(run.config, mtp=None)
     how: dict[str, Any] = {"layers": layers, "kernels": kernels, "dtype": chosen}

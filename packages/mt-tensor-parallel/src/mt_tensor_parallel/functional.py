@@ -290,7 +290,7 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     if torch.compiler.is_compiling():
         wgrad_store = grad_sink = None  # a compiled backward makes all gradients at once
     alone = group is None or group_size(group) == 1
-    if alone and gemm.is_torch:
+    if alone and (gemm.is_torch or (gemm.keeps_tensors and _is_plain(x))):
         plain = wgrad_store is None and grad_sink is None and gemm.is_autograd
         # Without gradients nothing is to be kept: decoding spends a third of its time elsewise.
         if plain or not torch.is_grad_enabled():
@@ -314,6 +314,11 @@ def parallel_linear(  # noqa: PLR0913 - a layer's settings, by keyword
     else:
         y = apply_outside_graph(_Linear, *operands, context, mode)
     return y if x.dim() > 1 else y.squeeze(0)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether an input is rows that autocast leaves as they are."""
+    return x.dim() > 1 and not torch.is_autocast_enabled(x.device.type)
 
 
 def check_sequence(x: Tensor, mode: Mode, group: Group) -> None:

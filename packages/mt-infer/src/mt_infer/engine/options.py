@@ -38,6 +38,9 @@ class EngineOptions:
             of a trainer with `mt_model.Kernels(attention="invariant")`. With None a probe of the
             loaded model decides. False is quicker. A model that was built elsewhere keeps its
             kernels.
+        pack_weights: Whether `Engine.from_folder` keeps weights on a CPU in oneDNN's layout too,
+            which makes products of few tokens up to twice as fast and takes the weights' memory
+            once more.
     """
 
     blocks: int | None = None
@@ -50,6 +53,7 @@ class EngineOptions:
     speculate: str | Path | GPT | None = None
     num_drafts: int = 4
     batch_invariant: bool | None = None
+    pack_weights: bool = True
 
     def __post_init__(self) -> None:
         checks = Checks(self)

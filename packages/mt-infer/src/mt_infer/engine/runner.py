@@ -35,6 +35,7 @@ class Runner:
         blocks: Number of blocks; None for the number in the options.
 
     Attributes:
+        packs_weights: See `EngineOptions.pack_weights`.
         features: What MTP modules read of the last pass; None without them.
 
     Raises:
@@ -51,7 +52,7 @@ class Runner:
         _check_layout(model, state)
         self.model, self._options, self.state = model, options, state
         self.blocks = options.num_blocks(model.config) if blocks is None else blocks
-        self._has_mtp = options.speculate == "mtp"
+        self._has_mtp, self.packs_weights = options.speculate == "mtp", options.pack_weights
         self.features: Tensor | None = None
         self.device = next(model.parameters()).device
         self._stages = None if state is None else _stages_of(model, state)

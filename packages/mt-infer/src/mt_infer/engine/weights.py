@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mt_model import GPT, Kernels, invariance_obstacle, saved_buffers
+from mt_model import (
+    DTYPES,
+    GPT,
+    Kernels,
+    invariance_obstacle,
+    pack_weights,
+    packing_obstacle,
+    saved_buffers,
+)
 from mt_parallel_state import ParallelState
 from mt_quant import QuantizedLinear
 from torch import Tensor
@@ -18,7 +26,15 @@ from mt_infer.digests import model_digest, run_digest
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.ranks import Ranks
-from mt_infer.loading import Run, RunError, built_model, fill_weights, open_run, same_run
+from mt_infer.loading import (
+    Run,
+    RunError,
+    built_model,
+    dtype_of,
+    fill_weights,
+    open_run,
+    same_run,
+)
 
 
 class Weights:
@@ -40,6 +56,7 @@ class Weights:
         # A run's record of its files is at hand while its step is held; other folders stay.
         self._digest = None if run is None or run.step is None else run_digest(run)
         self._is_of_files = run is not None
+        self._pack()
 
     @property
     def digest(self) -> str:
@@ -119,6 +136,7 @@ class Weights:
         if level == 2:
             for runner in self._loop.runners:
                 runner.model.to("cpu")
+                pack_weights(runner.model, when=False)
             self._are_away = True
         torch.cuda.empty_cache()  # for other processes of the device
 
@@ -128,7 +146,15 @@ class Weights:
             if self._are_away:
                 runner.model.to(runner.device)
             runner.wake()
+        if self._are_away:
+            self._pack()
         self._are_away = False
+
+    def _pack(self) -> None:
+        """Pack the weights of models that the engine has read, and that change by it alone."""
+        if self._run is not None and self._loop.runner.packs_weights:
+            for runner in self._loop.runners:
+                pack_weights(runner.model)
 
     def finish(self) -> None:
         """Let running requests end with the weights that they have, unless the engine sleeps."""
@@ -146,6 +172,7 @@ class Weights:
         problem = self._ranks.any(None if error is None else f"{type(error).__name__}: {error}")
         self._loop.forget(step if problem is None else None)
         if problem is None:
+            self._pack()
             return
         self._loop.sleep()
         error = RunError(f"another rank: {problem}") if error is None else error
@@ -177,13 +204,25 @@ def loaded_model(run: Run, state: ParallelState, options: EngineOptions, how: An
         options: Sizes and switches.
         how: `dtype`, `ema` and `kernels`; see `load_run`.
     """
-    how = how | {"mtp": options.speculate == "mtp"}
+    how = _packed(options, state, how) | {"mtp": options.speculate == "mtp"}
     if options.batch_invariant is not False and state.size("cp") == 1:
-        kernels = replace(Kernels.of(how.get("kernels", "auto")), attention="invariant")
+        named = Kernels.of(how.get("kernels", "auto"))
+        gemm = "auto" if named.gemm == "packed" else named.gemm  # which has packed weights, too
+        kernels = replace(named, attention="invariant", gemm=gemm)
         model = built_model(run, state, **how | {"kernels": kernels})
         if options.batch_invariant or not obstacle_of(model, Ranks(state)):
             return model
     return built_model(run, state, **how)
+
+
+def _packed(options: EngineOptions, state: ParallelState, how: dict[str, Any]) -> dict[str, Any]:
+    """Choose products of packed weights, where they are possible and none are named."""
+    kernels = Kernels.of(how.get("kernels", "auto"))
+    dtype = DTYPES[dtype_of(state, how.get("dtype"))]
+    unwanted = not options.pack_weights or kernels.gemm != "auto"
+    if unwanted or packing_obstacle(dtype, state.device) is not None:
+        return how
+    return how | {"kernels": replace(kernels, gemm="packed")}
 
 
 def with_draft(options: EngineOptions, state: ParallelState, how: Any) -> EngineOptions:
@@ -199,7 +238,8 @@ def with_draft(options: EngineOptions, state: ParallelState, how: Any) -> Engine
         return options
     how = {name: value for name, value in how.items() if name != "ema"}
     with open_run(Path(folder)) as own, same_run(own, state) as run:
-        return replace(options, speculate=built_model(run, state, **how))
+        model = built_model(run, state, **_packed(options, state, how))
+        return replace(options, speculate=model)
 
 
 def obstacle_of(model: GPT, ranks: Ranks) -> str | None:

@@ -10,57 +10,35 @@ from mt_kernels import Candidate, Choice, Registry, cpu_obstacle
 from mt_tensor_parallel import Gemm, TorchGemm
 from torch import Tensor
 
+from mt_model.kernels.cpu import CpuGemm
 from mt_model.kernels.onednn import OneDnnGemm, onednn_drawback, onednn_obstacle
+from mt_model.kernels.packed import PackedGemm, onednn_linear, packed_drawback, packed_obstacle
 
 
-class CpuGemm(TorchGemm):
-    """torch's products, with the bf16 weight gradient summed over blocks of tokens.
-
-    On AMX the product over thousands of tokens at once runs at half the speed of the other two;
-    blocks of 1,024 bring it up to them. The sum is rounded to bf16 once per block.
-
-    Args:
-        block_size: tokens per block.
-    """
-
-    def __init__(self, *, block_size: int = 1024) -> None:
-        self.block_size = block_size
-
-    def wgrad(self, grad_y: Tensor, x: Tensor) -> Tensor:
-        """`grad_y.T @ x` over all leading dims.
-
-        Shape:
-            grad_y: [..., out]; x: [..., in]. Returns [out, in].
-        """
-        if grad_y.dtype != torch.bfloat16 or torch.compiler.is_compiling():
-            return super().wgrad(grad_y, x)
-        grad_blocks = grad_y.flatten(0, -2).split(self.block_size)
-        x_blocks = x.flatten(0, -2).split(self.block_size)
-        total = grad_blocks[0].t().mm(x_blocks[0])
-        for grad_block, x_block in zip(grad_blocks[1:], x_blocks[1:], strict=True):
-            total.addmm_(grad_block.t(), x_block)
-        return total
-
-    def __repr__(self) -> str:
-        return f"CpuGemm(block_size={self.block_size})"
-
-
-class InvariantGemm(CpuGemm):
+class InvariantGemm(PackedGemm):
     """Products whose bits for a row do not depend on the number of rows.
 
     torch's product of few rows on a CPU sums in another order: of 1 to 11 rows in fp32, of one row
-    in bf16. Rows are padded with zeros to a multiple of 8, in half precision of 2.
+    in bf16. oneDNN's does so for one row alone, which it gets with three others. Where oneDNN can't
+    multiply (fp64, fp16 on many processors, `torch.compile`), torch does, with rows padded to a
+    multiple of 8, in half precision of 2.
     """
+
+    @property
+    def is_torch(self) -> bool:
+        """False: where torch multiplies, it does with other numbers of rows."""
+        return False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return `x @ weight.T + bias`; see `Gemm` for shapes."""
+        is_plain = x.dtype == weight.dtype and not torch.compiler.is_compiling()
+        if is_plain and packed_obstacle(weight) is None:
+            layout = self.layout_of(weight)
+            return onednn_linear(x, weight.contiguous() if layout is None else layout, bias)
         rows = x.flatten(0, -2)
         missing = -rows.shape[0] % (2 if x.dtype.itemsize == 2 else 8)
-        y = super().forward(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
+        y = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
         return y[: rows.shape[0]].unflatten(0, x.shape[:-1])
-
-    def __repr__(self) -> str:
-        return "InvariantGemm()"
 
 
 def by_rows(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -81,6 +59,7 @@ GEMM: Registry[Callable[[], Gemm]] = Registry(
         Candidate("cpu", CpuGemm, cpu_obstacle),
         Candidate("torch", TorchGemm),
         Candidate("invariant", InvariantGemm, cpu_obstacle),
+        Candidate("packed", PackedGemm, packed_obstacle, packed_drawback),
     ),
 )
 """The products of linear layers. Obstacles get a tensor such as the model's, and its number of
