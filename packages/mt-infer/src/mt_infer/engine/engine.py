@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Self
 
 import torch
 from mt_model import GPT
@@ -15,22 +12,20 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tokenizer import Tokenizer
 from torch import Tensor
 
-from mt_infer.completion import Completion, Delta
 from mt_infer.engine.adapters import AdapterSource
-from mt_infer.engine.answer import Answer, all_ended, any_ready, completed, news_of
-from mt_infer.engine.intake import CallOptions, Intake, Prompt, Prompts, Samplings, as_list
+from mt_infer.engine.calls import Calls
+from mt_infer.engine.handover import Handover
+from mt_infer.engine.intake import Intake, Prompt
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.ranks import Ranks
 from mt_infer.engine.weights import Weights, loaded_model, obstacle_of, with_draft
-from mt_infer.images import Images, Pixels
 from mt_infer.loading import Run, open_run, same_run
 from mt_infer.sampling import Sampling
+from mt_infer.service import Service
 
-_MOMENT_S = 0.02
 
-
-class Engine:
+class Engine(Calls):
     """A model that continues many prompts at once.
 
     Its methods may be called from several threads; one of them runs the passes for all. Where
@@ -61,26 +56,26 @@ class Engine:
     ) -> None:
         self.model, self.tokenizer, self.ends = model, tokenizer, frozenset(ends)
         self.options = options or EngineOptions()
-        self._ranks = ranks = Ranks(state)
+        ranks = Ranks(state)
         if self.options.batch_invariant and (problem := obstacle_of(model, ranks)):
             raise ValueError(f"batch_invariant=True: {problem}; leave it out")
         vocab_size = model.config.vocab_size if run is None else run.num_tokens
         vocab_size = vocab_size if tokenizer is None else tokenizer.vocab_size
         how = {"vocab_size": vocab_size, "preprocess": None if run is None else run.pixels}
-        self._intake = Intake(model.config, tokenizer, self.ends, **how)
-        self._loop = Loop(
+        intake = Intake(model.config, tokenizer, self.ends, **how)
+        loop = Loop(
             model,
             self.options,
             vocab_size=vocab_size,
             tokenizer=tokenizer,
             step=None if run is None else run.step,
-            intake=self._intake,
+            intake=intake,
             ranks=ranks,
         )
-        self._weights = Weights(model, self._loop, run, ranks)
+        super().__init__(intake, loop, ranks)
+        self._weights = Weights(model, loop, run, ranks)
+        self._handover = Handover(loop, self.options, ranks, self._weights)
         self.run, self.state, self.vocab_size = run, state, vocab_size
-        self._lock, self._goes_on = self._loop.lock, threading.Event()
-        self._goes_on.set()
 
     @classmethod
     def from_folder(
@@ -151,145 +146,6 @@ class Engine:
     def digest(self) -> str:
         """Digest of the weights, in hexadecimal: of their files, or of updated tensors."""
         return self._weights.digest
-
-    def generate(
-        self,
-        prompts: Prompts,
-        sampling: Samplings = None,
-        images: Images = None,
-        **how: Unpack[CallOptions],
-    ) -> list[Completion]:
-        """Continue prompts.
-
-        Args:
-            prompts: A text or a list of tokens, or a list of these.
-            sampling: How to choose tokens, for all prompts or for each.
-            images: For each prompt the images that its image tokens stand for, as pixel values
-                [C, H, W]; None for no images.
-            how: `adapter`, its name, for all prompts or for each, and `service`, a `Service`.
-
-        Returns:
-            The continuations in the order of the prompts; n of one follow one another.
-
-        Raises:
-            PromptError: The model can't continue a prompt.
-            LogitsError: The scores of one have NaN, or no finite maximum.
-        """
-        return self._finished(self._intake.answers(prompts, sampling, images, **how))
-
-    def stream(
-        self,
-        prompts: Prompts,
-        sampling: Samplings = None,
-        images: Images = None,
-        **how: Unpack[CallOptions],
-    ) -> Iterator[Delta]:
-        """Continue prompts, and yield the deltas as they come; see `generate`."""
-        answers = self._intake.answers(prompts, sampling, images, streams=True, **how)
-        with self._loop.submitted(answers):
-            while True:
-                has_ended = all_ended(answers)  # before news are taken, as other callers make more
-                yield from news_of(answers)
-                if has_ended:
-                    return
-                self._advance(lambda: any_ready(answers))
-
-    async def agenerate(
-        self,
-        prompts: Prompts,
-        sampling: Samplings = None,
-        images: Images = None,
-        **how: Unpack[CallOptions],
-    ) -> list[Completion]:
-        """Continue prompts beside other calls of the event loop; see `generate`."""
-        answers = self._intake.answers(prompts, sampling, images, **how)
-        with self._loop.submitted(answers):
-            while not all_ended(answers):
-                await asyncio.to_thread(self._advance, lambda: all_ended(answers))
-            return [completed(each) for each in answers]
-
-    async def astream(
-        self,
-        prompts: Prompts,
-        sampling: Samplings = None,
-        images: Images = None,
-        **how: Unpack[CallOptions],
-    ) -> AsyncIterator[Delta]:
-        """Yield the deltas of continuations beside other calls of the event loop."""
-        answers = self._intake.answers(prompts, sampling, images, streams=True, **how)
-        with self._loop.submitted(answers):
-            while True:
-                has_ended = all_ended(answers)
-                for delta in news_of(answers):
-                    yield delta
-                if has_ended:
-                    return
-                await asyncio.to_thread(self._advance, lambda: any_ready(answers))
-
-    def answers(
-        self,
-        prompts: Prompts,
-        sampling: Samplings = None,
-        images: Images = None,
-        **how: Unpack[CallOptions],
-    ) -> list[Answer]:
-        """Return empty answers for `submitted`; see `generate`."""
-        return self._intake.answers(prompts, sampling, images, streams=True, **how)
-
-    def submitted(self, answers: list[Answer]) -> AbstractContextManager[None]:
-        """Hand answers in, which calls of `advance` fill; the block's end cancels the others."""
-        return self._loop.submitted(answers)
-
-    def advance(self) -> bool:
-        """Serve all requests for one pass, and return whether some go on."""
-        self._advance(lambda: False)
-        return self._loop.has_work
-
-    def score(
-        self,
-        tokens: Sequence[int] | Tensor,
-        *,
-        prompt: Prompt | None = None,
-        images: Sequence[Pixels] = (),
-        adapter: str | None = None,
-    ) -> Tensor:
-        """Return the logprob of each token of a text but the first, by the model's scores.
-
-        Args:
-            tokens: The text.
-            prompt: Prompt for the encoder, for a model with one. The decoder begins with its
-                start, so all tokens have logprobs.
-            images: Images among the tokens.
-            adapter: Name of the adapter; None for none.
-
-        Shape:
-            tokens: [S]. Returns [S - 1], or [S] behind a prompt; fp32.
-        """
-        whole = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        given = self._intake.text(whole, prompt, images)
-        how = Sampling(max_tokens=0, prompt_logprobs=0, seed=0)
-        done = self._finished([self._intake.answer(given, how, adapter)])[0]
-        return torch.tensor(done.prompt_logprobs)
-
-    def embed(self, prompts: Prompts, *, pooling: Literal["last", "mean"] = "last") -> Tensor:
-        """Return a vector for each prompt, from the features of which the head makes its scores.
-
-        Args:
-            prompts: See `generate`.
-            pooling: `last` takes the features of the last token, which has seen all others, and
-                `mean` the mean over the tokens.
-
-        Shape:
-            Returns [N, hidden], fp32.
-        """
-        self._loop.runner.check_embeds(pooling)
-        given, found = [self._intake.given(each).tokens for each in as_list(prompts)], []
-        for tokens in given:
-            with self._lock:
-                self._loop.runner.check_awake()
-                how = {"tokens": tokens, "mean": pooling == "mean"}
-                found.append(self._ranks.do(self._loop.runner.embedding, **how))
-        return torch.stack(found)
 
     def stats(self) -> dict[str, int]:
         """Return the numbers of blocks and requests now, and of passes and tokens so far."""
@@ -373,18 +229,47 @@ class Engine:
         with self._lock:
             self._ranks.do(self._weights.wake)
 
-    def pause(self) -> None:
-        """Let the pass that runs end, and make none until `resume`.
+    def hand_over(
+        self, prompt: Prompt, *, adapter: str | None = None, service: Service | None = None
+    ) -> bytes:
+        """Compute a prompt, and return the keys and values of its full blocks for another engine.
 
-        Requests keep their blocks, and calls that wait for them go on waiting.
+        Args:
+            prompt: See `generate`; without images.
+            adapter: Name of the adapter; the other engine has the same one under this name.
+            service: See `generate`; the blocks are for its caller.
+
+        Returns:
+            The content for `take_over` of an engine with the same model, weights, dtype and
+            block_size, on whatever tp and pp; models with recurrent layers need the same tp.
+
+        Raises:
+            ValueError: The engine has no prefix cache, or the model an encoder.
         """
-        self._goes_on.clear()
+        self._handover.check()
+        service, tokens = service or Service(), self._intake.given(prompt).tokens
+        how = Sampling(max_tokens=0, seed=0)
+        self.generate([tokens], how, adapter=adapter, service=service)
         with self._lock:
-            pass
+            return self._handover.give(tokens, adapter=adapter, caller=service.caller)
 
-    def resume(self) -> None:
-        """Go on after `pause`."""
-        self._goes_on.set()
+    def take_over(self, content: bytes) -> int:
+        """Keep the blocks of `hand_over`, so that a request with this prompt starts behind them.
+
+        Blocks are kept as those of earlier requests are, as far as there is room.
+
+        Args:
+            content: The content; it must come from a trusted engine.
+
+        Returns:
+            The number of tokens whose keys and values are kept.
+
+        Raises:
+            ValueError: The content is none of `hand_over`, or of an engine whose blocks differ.
+        """
+        with self._lock:
+            self._loop.runner.check_awake()
+            return self._handover.take(content)
 
     def serve(self) -> None:
         """Do what the first rank's calls need, until it closes; the other ranks call it.
@@ -410,22 +295,3 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _finished(self, answers: list[Answer]) -> list[Completion]:
-        """Hand requests in, step until all have ended, and return their completions."""
-        with self._loop.submitted(answers):
-            while not all_ended(answers):
-                self._advance(lambda: all_ended(answers))
-        return [completed(each) for each in answers]
-
-    def _advance(self, is_ready: Callable[[], bool]) -> None:
-        """Step once, unless another thread's step has made the answers ready.
-
-        While the engine is paused it waits only for a moment, so that the threads of an event loop
-        are free for those who resume it.
-        """
-        if not self._goes_on.wait(_MOMENT_S):
-            return
-        with self._lock:
-            if self._goes_on.is_set() and not is_ready():
-                self._loop.step()

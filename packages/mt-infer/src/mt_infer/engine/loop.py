@@ -85,6 +85,9 @@ class Loop:
         self._answers: dict[Request, Answer] = {}
         self._own: dict[int, Answer] = {}  # of this rank's callers, until they are taken in
         self._version = 0
+        self.deeds: dict[str, Callable[..., Any]] = {}
+        self.add_deeds(self.take, self.run_pass, self.load_adapter, self.remove_adapter)
+        self.add_deeds(self.runner.embedding)
         self.counts = dict.fromkeys(("passes", "tokens", "drafted", "accepted"), 0)
 
     @contextmanager
@@ -112,12 +115,9 @@ class Loop:
         """Whether a step would do something."""
         return bool(self.scheduler or self.arriving or self.leaving)
 
-    @property
-    def deeds(self) -> dict[str, Callable[..., Any]]:
-        """What all ranks do in the same order."""
-        adapting = self.load_adapter, self.remove_adapter
-        deeds = self.take, self.run_pass, self.runner.embedding, *adapting
-        return {deed.__name__: deed for deed in deeds}
+    def add_deeds(self, *deeds: Callable[..., Any]) -> None:
+        """Add to what all ranks do in the same order."""
+        self.deeds |= {deed.__name__: deed for deed in deeds}
 
     def step(self) -> None:
         """Take new requests in, let cancelled ones go, and serve all for one pass."""
@@ -154,7 +154,7 @@ class Loop:
             except ValueError as error:
                 answer.error = error
                 continue
-            answer.request.salt = self._salt(answer.request)
+            answer.request.salt = self.salt(answer.request)
             self._answers[answer.request] = answer
             self.scheduler.add(answer.request)
         for answer in [each for each in self._answers.values() if each.request.number in left]:
@@ -206,7 +206,7 @@ class Loop:
         self._version += 1
         self.step_of_weights = step
         for request in self._answers:
-            request.salt = self._salt(request)
+            request.salt = self.salt(request)
 
     def sleep(self) -> None:
         """Free the pages; running requests wait, and host memory may keep what they hold."""
@@ -232,11 +232,13 @@ class Loop:
         self.adapters.drop_unused(request.adapter for request in self._answers)
 
     @property
-    def runners(self) -> set[Runner]:
+    def runners(self) -> list[Runner]:
         """The runners of the model and of the model that guesses, which both have pages."""
-        return {self.runner, *(() if self.drafter is None else self.drafter.runners)}
+        guessing = () if self.drafter is None else self.drafter.runners
+        return list(dict.fromkeys((self.runner, *guessing)))
 
-    def _salt(self, request: Request) -> bytes:
+    def salt(self, request: Request) -> bytes:
+        """Return the start of the keys of a request's blocks."""
         adapter, caller = request.adapter, request.caller
         return salt_of(version=self._version, adapter=adapter, caller=caller)
 

@@ -13,6 +13,7 @@ from mt_parallel_state import (
     ParallelLayout,
     ParallelState,
     agreement_device,
+    gather_rows,
     share_json,
     twin_group,
 )
@@ -135,6 +136,15 @@ class Ranks:
                     self._reduced([0, 1, 0], _PATIENCE)
                     self._share(f"{type(error).__name__}: {error}")
             raise
+
+    def gather(self, content: bytes) -> list[bytes]:
+        """Return the bytes of each rank; all ranks call it."""
+        if self._group is None:
+            return [content]
+        own = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._device)
+        counts = share_json(len(content), self._group, device=self._device)
+        whole = gather_rows(own, self._group, counts).cpu()
+        return [each.numpy().tobytes() for each in whole.split(counts)]
 
     def _exchange(self, text: bytes) -> bytes:
         """Send the first rank's text to all."""

@@ -146,11 +146,14 @@ class Runner:
         Raises:
             RuntimeError: The engine sleeps.
         """
-        first = self._options.max_batch * self._turns
         for copy in copies:
-            own, kept = rows_of(copy.state, copy.turn, self._turns)[0], first + copy.kept
+            own, kept = rows_of(copy.state, copy.turn, self._turns)[0], self.kept_row(copy.kept)
             for x in self.pages.tensors(states=True):
                 x[own if copy.is_back else kept] = x[kept if copy.is_back else own]
+
+    def kept_row(self, row: int) -> int:
+        """Return the row of the pages with the states in a row of the prefix cache."""
+        return self._options.max_batch * self._turns + row
 
     def scores(self, parts: Spans, places: Places) -> Tensor:
         """Run the model over the parts of a pass.

@@ -53,6 +53,7 @@ class Weights:
     def __init__(self, model: GPT, loop: Loop, run: Run | None, ranks: Ranks) -> None:
         self._model, self._loop, self._run, self._ranks = model, loop, run, ranks
         self.ema, self._are_away = False, False
+        loop.add_deeds(self.read_step, self.sleep, self.wake)
         # A run's record of its files is at hand while its step is held; other folders stay.
         self._digest = None if run is None or run.step is None else run_digest(run)
         self._is_of_files = run is not None
@@ -65,6 +66,11 @@ class Weights:
             of_files = self._run if self._is_of_files else None
             self._digest = model_digest(self._model) if of_files is None else run_digest(of_files)
         return self._digest
+
+    @property
+    def source(self) -> str | None:
+        """Digest of the files with the weights; None for weights that a caller gave."""
+        return self.digest if self._is_of_files else None
 
     def load_step(self, step: int | None, *, finish: bool) -> int | None:
         """Read a checkpoint of the run; see `Engine.load_step`."""
@@ -116,9 +122,7 @@ class Weights:
 
     def follow(self, end: str) -> dict[str, Any]:
         """Do the first rank's deeds until it calls a method, and return its arguments."""
-        own = self.read_step, self.sleep, self.wake
-        deeds = self._loop.deeds | {deed.__name__: deed for deed in own}
-        name, arguments = self._ranks.follow(deeds)
+        name, arguments = self._ranks.follow(self._loop.deeds)
         with self._ranks.passing_on_errors():
             if name != end:
                 raise ValueError(f"rank 0 calls {name}(), and this rank waits for {end}()")

@@ -77,11 +77,15 @@ class Pages(KeptTensors):
 
         Rows may be copied, within the pages or to host memory and back.
         """
+        return (x for _, _, x in self.named_tensors(states=states))
+
+    def named_tensors(self, *, states: bool) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield layer, name and tensor of each of `tensors`."""
         for index, tensors in self.layers.items():
             for name, x in tensors.items():
                 is_static = name.endswith(SCALE) and self.formats[index].is_static
                 if (name in self.states.get(index, ())) == states and not is_static:
-                    yield x
+                    yield index, name, x
 
     def write(self, layer: int, name: str, x: Tensor, places: Tensor) -> None:
         """Store a layer's tensor for new tokens; low precision rounds it here, once.
