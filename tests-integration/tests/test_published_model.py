@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,6 @@ PROMPTS = (
     "Write a polite refusal.",
     "Antwort auf Deutsch: Wie geht es dir?",
 )
-GREEDY = Sampling(temperature=0)
 NEW = 32
 TEXTS = ("textwrap.py", "shlex.py", "bisect.py", "heapq.py")  # of Python's library
 
@@ -75,13 +73,15 @@ def expected_answers(folder: Path, rows: list[list[int]], new: int) -> list[list
 
 def answers(
     folder: Path, rows: list[list[int]], new: int, *, tp: int = 1, pp: int = 1, kv: str = "full"
-) -> list[list[int]]:
+) -> list[list[int]] | None:
+    """Answers of all prompts in one batch, in chunks; None on all ranks but the first."""
     with ParallelState(ParallelLayout(tp=tp, pp=pp), device="cpu") as state:
-        if pp > 1:
-            generator = replace(load_run(folder, state), kv_cache_dtype=kv)
-            return [list(generator.tokens(row, new, GREEDY)) for row in rows]
         engine = Engine.from_folder(folder, state=state, kv_cache_dtype=kv, max_batch_tokens=48)
-        found = engine.generate(rows, Sampling(temperature=0, max_tokens=new))
+        if state.rank > 0:
+            engine.serve()
+            return None
+        with engine:
+            found = engine.generate(rows, Sampling(temperature=0, max_tokens=new))
         return [each.tokens for each in found]
 
 
@@ -123,11 +123,23 @@ def test_greedy_answers_to_chat_prompts_are_transformers(
 ) -> None:
     rows, expected = chats
 
-    def body() -> list[list[int]]:
+    def body() -> list[list[int]] | None:
         return answers(published_model, rows, NEW, **layout)
 
-    for found in ranks(layout.get("tp", 1) * layout.get("pp", 1), body, timeout=1800):
-        assert found == expected
+    found, *_ = ranks(layout.get("tp", 1) * layout.get("pp", 1), body, timeout=1800)
+    assert found == expected
+
+
+@pytest.mark.campaign
+def test_answers_of_a_batch_in_bf16_are_those_of_each_prompt_alone(published_model) -> None:
+    rows = chat_rows(published_model, PROMPTS)
+    how = {"dtype": torch.bfloat16, "max_batch_tokens": 48, "batch_invariant": True}
+    engine = Engine.from_folder(published_model, **how)
+    sampling = Sampling(temperature=0, max_tokens=NEW, logprobs=0, seed=0)
+    together = engine.generate(rows, sampling)
+    assert engine.stats()["prefix_tokens"] > 0  # the template's beginning, in the prefix cache
+    for row, found in zip(rows, together, strict=True):
+        assert engine.generate(row, sampling) == [found]
 
 
 @pytest.mark.campaign

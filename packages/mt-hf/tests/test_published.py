@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from mt_hf import known_families, read_description
+from mt_hf.commands.verification import compare
+from mt_testing import sample
+from small_copy import small_config, write_small_model
 
 CONFIGS = Path(__file__).with_name("published") / "configs.jsonl"
 ROWS = [json.loads(line) for line in CONFIGS.read_text().splitlines()]
@@ -74,3 +77,16 @@ def test_the_numbers_are_those_of_transformers():
         if found != row["parameters"]:
             wrong[row["model"]] = (found, row["parameters"])
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    "row", sample([(row,) for row in ROWS], every=12, name=lambda row: row["model"])
+)
+def test_small_copies_have_the_logits_of_transformers(row, tmp_path):
+    config = small_config(row["config"])
+    assert write_small_model(config, tmp_path) < 5e6
+    # As published, where transformers writes its own form of it.
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = compare(tmp_path, length=24)
+    assert found.relative < 1e-4
+    assert found.same == found.positions
