@@ -75,6 +75,14 @@ def test_captured_training_gives_the_losses_of_eager(graphs, train, tmp_path) ->
     assert train(tmp_path / "captured", *options, gpu=True) == pytest.approx(eager, rel=1e-5)
 
 
+def test_a_profile_has_kernels_and_the_history_of_memory(train, tmp_path) -> None:
+    train(tmp_path, "training.steps=4", "training.profile={steps: [2, 3]}", gpu=True)
+    name = tmp_path / "profile" / "rank_0_steps_2_to_3"
+    events = json.loads(name.with_suffix(".json").read_text())["traceEvents"]
+    assert any(each.get("cat") == "kernel" for each in events)
+    assert name.with_name(f"{name.name}_memory.pickle").stat().st_size > 0
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["gpu-to-cpu", "cpu-to-gpu"])
 def test_a_checkpoint_moves_between_devices(first, train, tmp_path) -> None:
     whole = train(tmp_path / "whole", gpu=False)

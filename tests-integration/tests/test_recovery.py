@@ -146,7 +146,7 @@ TORCHRUN_KILLS = [
 
 @pytest.mark.parametrize(("rendezvous", "nodes", "seed"), TORCHRUN_KILLS)
 def test_torchrun_starts_killed_ranks_again_and_they_end_in_the_same_bits(
-    rendezvous, nodes, seed, tiny, undisturbed, tmp_path, arrays, losses
+    rendezvous, nodes, seed, tiny, undisturbed, tmp_path, arrays, losses, record_property
 ) -> None:
     rng, log = random.Random(seed), tmp_path / "log"
     commands = torchrun(tiny.command(tmp_path / "run", *OPTIONS, nproc=2), rendezvous, nodes)
@@ -154,6 +154,7 @@ def test_torchrun_starts_killed_ranks_again_and_they_end_in_the_same_bits(
         agents = [subprocess.Popen(each, stdout=output, stderr=output) for each in commands]
     deadline = time.monotonic() + 120
     lines, metrics = rng.randint(1, 5), tmp_path / "run" / "metrics.jsonl"
+    record_property("steps before the kill, at least", lines)
     while not metrics.exists() or metrics.read_text().count("\n") < lines:
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.005)

@@ -73,14 +73,15 @@ def test_the_command_prints_a_table(tiny, capsys):
             ["fits in 40, 80, 141 and 192 GB, not in 24 GB", "For 24 GB: training.recompute=full"],
         ),
         (300, ["fits in no single device", "For 192 GB: raise parallel.tp"]),
+        (1 / 64, ["needs 16.00 MiB: fits in 24, 40, 80, 141 and 192 GB"]),
     ],
 )
 def test_the_verdict_names_devices_and_a_change(tiny, gib, words):
     plans = {
-        name: PlanMemory(modules={}, peak=share * gib * 2**30 // 10, host=0, flops=0)
+        name: PlanMemory(modules={}, peak=int(share * gib * 2**30 / 10), host=0, flops=0)
         for name, share in (("run", 5), ("selective", 4), ("full", 1))
     }
-    held = {"weights": gib * 2**29, "gradients": 0, "optimizer": 0}
+    held = {"weights": int(gib * 2**29), "gradients": 0, "optimizer": 0}
     rank = RankMemory(layers=(range(1),), plans=plans, **held)
     lines = verdict(load_config(tiny.config).config, [rank])
     for line, word in zip(lines, words, strict=True):

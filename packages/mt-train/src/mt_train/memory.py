@@ -345,7 +345,7 @@ def verdict(config: RunConfig, ranks: Sequence[RankMemory]) -> list[str]:
     run = need["run"]
     fits = [size for size in _DEVICES if run <= _USABLE * size * _GIB]
     small = [size for size in _DEVICES if size not in fits]
-    text = f"The largest rank needs {run / _GIB:.2f} GiB: "
+    text = f"The largest rank needs {_size(run)}: "
     text += f"fits in {_listed(fits)} GB" if fits else "fits in no single device"
     lines = [text + (f", not in {_listed(small)} GB" if small and fits else "")]
     if not small:
@@ -354,7 +354,7 @@ def verdict(config: RunConfig, ranks: Sequence[RankMemory]) -> list[str]:
     change = _change(config, max(ranks, key=lambda rank: rank.total("run")))
     for name, plan in _PLANS.items():
         if name in need and need[name] <= _USABLE * wanted * _GIB:
-            change = f"training.recompute={plan} needs {need[name] / _GIB:.2f} GiB"
+            change = f"training.recompute={plan} needs {_size(need[name])}"
             break
     return [*lines, f"For {wanted} GB: {change}"]
 
@@ -370,6 +370,10 @@ def _change(config: RunConfig, rank: RankMemory) -> str:
     if sharing:
         return "data_parallel.strategy=optimizer shares out masters and moments, full also weights"
     return "raise parallel.tp, parallel.pp or parallel.dp with a data_parallel.strategy"
+
+
+def _size(count: float) -> str:
+    return f"{count / _GIB:.2f} GiB" if count > _GIB / 10 else f"{count / _MIB:.2f} MiB"
 
 
 def _listed(sizes: Sequence[int]) -> str:
