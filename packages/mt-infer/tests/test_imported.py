@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from mt_hf import from_pretrained, import_pretrained, save_pretrained
+from mt_infer import Engine
 from mt_model import (
     GPT,
     AttentionConfig,
@@ -78,6 +79,14 @@ def test_a_prompt_is_said_in_the_chat_template(folder, tmp_path, generate) -> No
     code, _, err = generate(folder, *asked, "--chat")
     assert code == 1
     assert "chat_template" in err
+
+
+def test_a_dtype_has_two_names_and_another_is_refused(folder) -> None:
+    for named in ("bf16", torch.bfloat16):
+        assert Engine.from_folder(folder, dtype=named).model.shard.dtype == torch.bfloat16
+    for wrong in ("bfloat16", torch.int8):
+        with pytest.raises(ValueError, match="is not known; use fp64, fp32, "):
+            Engine.from_folder(folder, dtype=wrong)
 
 
 def test_weights_without_a_tokenizer_are_refused(folder, tmp_path, generate) -> None:

@@ -35,7 +35,6 @@ from mt_hf import (
     read_image_preprocessing,
 )
 from mt_model import (
-    DTYPES,
     GPT,
     Kernels,
     KernelSet,
@@ -49,6 +48,7 @@ from mt_schedule import split_layers
 from mt_tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from torch import Tensor
 
+from mt_infer.dtypes import dtype_of
 from mt_infer.generation import Generator
 
 _WORLD = "tp-cp-dp-pp"
@@ -268,7 +268,7 @@ def load_run(
     state: ParallelState,
     *,
     step: int | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     ema: bool = False,
     kernels: KernelSet | Kernels = "auto",
 ) -> Generator:
@@ -279,7 +279,8 @@ def load_run(
             whose quantised layers stay quantised.
         state: This rank's place in a layout of tensor, pipeline and expert parallelism.
         step: Step of a run's checkpoint; None for the latest that the first rank sees.
-        dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU and bf16 on a GPU.
+        dtype: `fp64`, `fp32`, `bf16`, `fp16` or torch's own; by default fp32 on a CPU and bf16
+            on a GPU.
         ema: Whether to use the moving average of the weights (`optimizer.ema` of mt-train).
         kernels: Kernels of the model: one word for all operations, or mt-model's `Kernels`.
 
@@ -318,7 +319,7 @@ def load_weights(
     run: Run,
     state: ParallelState,
     *,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     ema: bool = False,
     kernels: KernelSet | Kernels = "auto",
 ) -> Generator:
@@ -328,16 +329,11 @@ def load_weights(
     return Generator(model=model, config=model.config, **how)
 
 
-def dtype_of(state: ParallelState, dtype: str | None) -> str:
-    """Return the name of a model's dtype, or of its device's usual one."""
-    return dtype or ("bf16" if state.device.type == "cuda" else "fp32")
-
-
 def built_model(
     run: Run,
     state: ParallelState,
     *,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     ema: bool = False,
     kernels: KernelSet | Kernels = "auto",
     mtp: bool = False,
@@ -354,7 +350,7 @@ def built_model(
     """
     if ema:
         check_ema(run)
-    chosen = DTYPES[dtype_of(state, dtype)]
+    chosen = dtype_of(state, dtype)
     layers = split_layers(run.config.num_layers, state.size("pp"))[state.index("pp")]
     config = run.config if mtp else replace(run.config, mtp=None)
     how: dict[str, Any] = {"layers": layers, "kernels": kernels, "dtype": chosen}

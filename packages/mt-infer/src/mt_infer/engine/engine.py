@@ -84,7 +84,7 @@ class Engine(Calls):
         *,
         state: ParallelState | None = None,
         step: int | None = None,
-        dtype: str | None = None,
+        dtype: str | torch.dtype | None = None,
         adapters: Mapping[str, AdapterSource] | None = None,
         **options: Any,
     ) -> Engine:
@@ -94,7 +94,8 @@ class Engine(Calls):
             folder: The folder; see `load_run`.
             state: This rank's place in a layout of tensor and expert parallelism.
             step: Step of a run's checkpoint; None for the latest.
-            dtype: `fp64`, `fp32`, `bf16` or `fp16`; by default fp32 on a CPU and bf16 on a GPU.
+            dtype: `fp64`, `fp32`, `bf16`, `fp16` or torch's own; by default fp32 on a CPU and bf16
+                on a GPU.
             adapters: LoRA adapters by name; see `load_adapter`.
             options: Fields of `EngineOptions`.
 

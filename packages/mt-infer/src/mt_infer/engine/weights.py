@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from mt_model import (
-    DTYPES,
     GPT,
     Kernels,
     invariance_obstacle,
@@ -23,6 +22,7 @@ from mt_quant import QuantizedLinear
 from torch import Tensor
 
 from mt_infer.digests import model_digest, run_digest
+from mt_infer.dtypes import dtype_of
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.ranks import Ranks
@@ -30,7 +30,6 @@ from mt_infer.loading import (
     Run,
     RunError,
     built_model,
-    dtype_of,
     fill_weights,
     open_run,
     same_run,
@@ -222,7 +221,7 @@ def loaded_model(run: Run, state: ParallelState, options: EngineOptions, how: An
 def _packed(options: EngineOptions, state: ParallelState, how: dict[str, Any]) -> dict[str, Any]:
     """Choose products of packed weights, where they are possible and none are named."""
     kernels = Kernels.of(how.get("kernels", "auto"))
-    dtype = DTYPES[dtype_of(state, how.get("dtype"))]
+    dtype = dtype_of(state, how.get("dtype"))
     unwanted = not options.pack_weights or kernels.gemm != "auto"
     if unwanted or packing_obstacle(dtype, state.device) is not None:
         return how
