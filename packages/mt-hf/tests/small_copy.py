@@ -17,16 +17,19 @@ _SIZES = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"mamba_num_heads": 8, "ssm_state_size": 16, "state_size": 16, "chunk_size": 8},
     **dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"), 16),
-    **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), 4),
     # Windows are shorter than a test's sequence, so that they matter.
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_chunk_size"), 7),
     **{"image_size": 12, "patch_size": 4, "projection_dim": 24, "image_token_index": 255},
 }
-_LAYERS = ("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer", "layers")
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"), 7),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), 4),
+}
 _HEADS = ("num_attention_heads", "num_heads", "n_head")
 _WIDTHS = ("hidden_size", "d_model", "n_embd")
 _KINDS = {"kimi_k2": "deepseek_v3"}  # a name that only code beside the weights knows
-_NEEDED = ("hidden_size", "intermediate_size", *_LAYERS[:1], *_HEADS[:1])  # of a part of a model
+# What the configuration of a part may leave to its class.
+_NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 def small_config(given: dict[str, Any]) -> dict[str, Any]:
@@ -34,11 +37,7 @@ def small_config(given: dict[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in given.items() if key != "quantization_config"}
     found["model_type"] = _KINDS.get(given["model_type"], given["model_type"])
     found |= {key: size for key, size in _SIZES.items() if isinstance(given.get(key), int)}
-    found["num_experts_per_tok"] = min(given.get("num_experts_per_tok", 4), 4)
-    if "num_experts_per_tok" not in given:
-        del found["num_experts_per_tok"]
-    for key in (key for key in _LAYERS if key in given):
-        found[key] = min(given[key], 7)
+    found |= {key: min(given[key], most) for key, most in _MOST.items() if key in given}
     if "layer_types" in given:
         found["layer_types"] = given["layer_types"][: found["num_hidden_layers"]]
     if pattern := given.get("hybrid_override_pattern"):
@@ -51,8 +50,7 @@ def small_config(given: dict[str, Any]) -> dict[str, Any]:
     found |= {key: wide or heads * _HEAD for key in _WIDTHS if key in given}
     for part in ("text_config", "vision_config"):
         if part in given:
-            made = small_config({**dict.fromkeys(_NEEDED, 32), **given[part]})
-            found[part] = made
+            found[part] = small_config({**dict.fromkeys(_NEEDED, 32), **given[part]})
     for key, value in given.items():
         if key.endswith("_token_id") and value is not None:
             found[key] = [1, 2] if isinstance(value, list) else min(value, 3)
