@@ -13,6 +13,7 @@ import pytest
 import torch
 from mt_infer import Completion, Engine
 from mt_infer.cli import main
+from mt_infer.eval.__main__ import main as evaluate
 from mt_tokenizer import train_tokenizer
 
 
@@ -357,3 +358,9 @@ def test_a_small_model_has_no_threads_that_wait_for_each_other(run, generate) ->
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
+
+
+def test_evaluation_without_its_extra_says_which(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("mt_infer.eval.__main__.find_spec", lambda _: None)
+    assert evaluate() == 1
+    assert capsys.readouterr().err == "mt-infer: evaluating needs: pip install 'mt-infer[eval]'\n"

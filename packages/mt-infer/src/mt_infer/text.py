@@ -33,14 +33,19 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> lis
     return tokens
 
 
-def check_prompt(tokens: Sequence[int], config: ModelConfig) -> None:
+def check_prompt(tokens: Sequence[int], config: ModelConfig, *, fills: bool = False) -> None:
     """Refuse tokens that the model can't continue.
+
+    Args:
+        tokens: The tokens.
+        config: The model's.
+        fills: Whether they may fill the context, as for a single token behind them.
 
     Raises:
         PromptError: There are none, too many, or one that the model doesn't know.
     """
     limit = config.max_sequence_length
-    most = limit if config.encoder_layers else limit - 1
+    most = limit if config.encoder_layers or fills else limit - 1
     if not tokens:
         raise PromptError("the prompt has no tokens; give one or more")
     if len(tokens) > most:

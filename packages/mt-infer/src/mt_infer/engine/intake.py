@@ -92,8 +92,13 @@ class Intake:
         self._grammars = Grammars(tokenizer)
         self._numbers = count()
 
-    def given(self, prompt: Prompt, images: Sequence[Pixels] = ()) -> Given:
+    def given(self, prompt: Prompt, images: Sequence[Pixels] = (), *, fills: bool = False) -> Given:
         """Return what the continuation of a prompt begins with.
+
+        Args:
+            prompt: The prompt.
+            images: Images that its image tokens stand for.
+            fills: Whether a list of tokens may fill the context.
 
         Raises:
             PromptError: The model can't continue it.
@@ -105,7 +110,7 @@ class Intake:
         else:
             tokens = encode_prompt(prompt, self._tokenizer, self._config)
         tokens, placed = place_images(tokens, images, self._config, self._preprocess)
-        check_prompt(tokens, self._config)
+        check_prompt(tokens, self._config, fills=fills)
         if self._config.encoder_layers:
             return Given(tokens=[self._config.decoder_start], source=tuple(tokens))
         return Given(tokens=tokens, images=placed)
@@ -172,7 +177,7 @@ class Intake:
         answers: list[Answer] = []
         each = images_of_each(images, len(given)), adapter_of_each(adapter, len(given))
         for prompt, how, pictures, name in zip(given, sampling, *each, strict=True):
-            begun = self.given(prompt, pictures)
+            begun = self.given(prompt, pictures, fills=how.max_tokens == 1)
             if how.seed is None:
                 how = replace(how, seed=secrets.randbits(32))
             for choice in range(how.n):
