@@ -14,8 +14,10 @@ import pytest
 from mt_hf import save_pretrained
 from mt_infer import Engine, Sampling
 from mt_infer.cli import main
+from mt_infer.server import create_app
 from mt_model import GPT, gpt
 from mt_tokenizer import train_tokenizer
+from serving import served
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 CONTEXT = 192
@@ -113,6 +115,18 @@ def test_a_model_that_is_not_there_is_one_message(talk, model, options, message)
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_model_behind_a_server_answers_as_one_in_the_process(chatty, talk):
+    lines = ("/set temperature 0", "/set max_tokens 6", "to be", "or not")
+    expected = talk(chatty, *lines)
+    with served(create_app(Engine.from_folder(chatty, max_batch=1))) as site:
+        url = f"http://127.0.0.1:{site.port}"
+        assert talk(url, *lines)[:2] == expected[:2]
+        code, out, err = talk(url, "x" * CONTEXT, "/set max_tokens 1", "hi")
+    assert code == 0
+    assert out.count("\n") == 1
+    assert "answers with 400" in err
 
 
 class PseudoTerminal:

@@ -11,6 +11,7 @@ from typing import Protocol
 import tyro
 from mt_files import did_you_mean, import_failure, shorten
 
+from mt_infer.commands.bench import Bench
 from mt_infer.commands.chat import Chat
 from mt_infer.commands.export import Export
 from mt_infer.commands.flags import flag_of, options_of
@@ -18,7 +19,13 @@ from mt_infer.commands.generate import Generate
 from mt_infer.commands.quantize import Quantize
 from mt_infer.console import bounded, check_printable, open_streams, print_text, say
 
-_COMMANDS = {"generate": Generate, "chat": Chat, "quantize": Quantize, "export": Export}
+_COMMANDS = {
+    "generate": Generate,
+    "chat": Chat,
+    "bench": Bench,
+    "quantize": Quantize,
+    "export": Export,
+}
 
 
 class _Command(Protocol):

@@ -1,0 +1,1 @@
+"""Load for servers with OpenAI's interface, and what they make of it."""
