@@ -52,6 +52,8 @@ class LocalEngine:
         engine, config = self.engine, self.engine.model.config
         if engine.step not in self._digests:
             self._digests[engine.step] = engine.digest
+        kept = engine.options.kv_cache_dtype
+        cache = kept if isinstance(kept, str) else "own scales"
         sizes = {} if engine.state is None else {n: engine.state.size(n) for n in ("tp", "pp")}
         return Facts(
             model=self._name,
@@ -59,10 +61,7 @@ class LocalEngine:
             max_sequence_length=config.max_sequence_length,
             dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
             layout="-".join(f"{name}{size}" for name, size in sizes.items()) or "tp1-pp1",
-            kernels={
-                **to_plain(engine.model.shard.kernels),
-                "kv_cache": engine.options.kv_cache_dtype,
-            },
+            kernels={**to_plain(engine.model.shard.kernels), "kv_cache": cache},
             step=engine.step,
             digests=dict(self._digests),
             adapters=self.engine.adapters,

@@ -132,16 +132,6 @@ class Serving:
         """Return the whole continuations, in order; a client that leaves cancels them."""
         return await until_gone(request, self._gathered(request, ask))
 
-    async def logprobs(
-        self, request: Request, tokens: Sequence[int], adapter: str | None = None
-    ) -> list[float]:
-        """Return the logprob of each token of a text but the first, by the model's scores."""
-        how = Sampling(max_tokens=0, prompt_logprobs=0, seed=0)
-        (found,) = await self.completions(
-            request, Ask(prompts=[tokens], sampling=how, adapter=adapter)
-        )
-        return found.prompt_logprobs or []
-
     async def vectors(
         self, request: Request, prompts: Sequence[Sequence[int]], pooling: Pooling = "last"
     ) -> list[list[float]]:

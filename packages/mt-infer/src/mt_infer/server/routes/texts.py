@@ -19,8 +19,9 @@ from mt_infer.forms.texts import (
     TokenizeForm,
     prompts_of,
 )
+from mt_infer.sampling import Sampling
 from mt_infer.server.routes.reading import form_of
-from mt_infer.server.serving import Serving
+from mt_infer.server.serving import Ask, Serving
 
 router = APIRouter()
 
@@ -53,10 +54,13 @@ async def score(request: Request) -> Response:
     name = form.model or serving.facts.model
     adapter = serving.adapter_of(name)
     prompts = await serving.prompts.of(prompts_of(form.input), "input")
-    found = []
-    for index, prompt in enumerate(prompts):
-        logprobs = await serving.logprobs(request, prompt.tokens, adapter)
-        found.append({"index": index, "tokens": prompt.tokens, "logprobs": logprobs})
+    tokens = [each.tokens for each in prompts]
+    how = Sampling(max_tokens=0, prompt_logprobs=0, seed=0)
+    scored = await serving.completions(request, Ask(prompts=tokens, sampling=how, adapter=adapter))
+    found = [
+        {"index": index, "tokens": tokens[index], "logprobs": each.prompt_logprobs}
+        for index, each in enumerate(scored)
+    ]
     return JSONResponse({"object": "list", "data": found, "model": name})
 
 

@@ -1,0 +1,118 @@
+"""Hostile bodies end with an error of the client's kind or an answer, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from hostile import Hostile, drawn
+from mt_hf import save_pretrained
+from mt_infer import Engine
+from mt_infer.server import Limits, create_app
+from mt_model import GPT, gpt
+from mt_tokenizer import train_tokenizer
+
+TOGETHER = 16
+LIMITS = Limits(max_body_bytes=64 << 10, max_prompt_bytes=4096, max_queue=64)
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ effort }}"
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    path = tmp_path_factory.mktemp("hostile") / "model"
+    sizes: Any = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "max_sequence_length": 48}
+    save_pretrained(GPT(gpt(vocab_size=384, **sizes), seed=3), path)
+    train_tokenizer(["to be or not to be: system user"] * 9, 300).save(path / "tokenizer.json")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return Engine.from_folder(path, blocks=256, max_batch=32)
+
+
+async def ask(app: FastAPI, request: Hostile) -> tuple[int, bytes]:
+    """Return status and body of an answer, through the app alone."""
+    sent: list[dict[str, Any]] = []
+    parts = iter([{"type": "http.request", "body": request.body, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        part = next(parts, None)
+        if part is None:
+            await asyncio.Event().wait()  # the client stays
+        return part or {}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": b"",
+        "headers": request.headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 80),
+    }
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(each.get("body", b"") for each in sent)
+
+
+async def attack(app: FastAPI, seed: int, number: int) -> dict[int, int]:
+    """Send hostile requests, some together, and count the answers by status."""
+    found: dict[int, int] = {}
+    numbers = iter(range(number))
+
+    async def client() -> None:
+        for n in numbers:
+            request = drawn(seed, n)
+            began = time.monotonic()
+            status, body = await ask(app, request)
+            seconds = time.monotonic() - began
+            why = f"seed {seed}, number {n}: {request.path} {request.body[:300]!r}: {body[:300]!r}"
+            assert status < 500, why
+            assert seconds < 5, why  # with TOGETHER others on a busy machine
+            assert b'"code":"internal_error"' not in body, why
+            if status != 200:
+                error = json.loads(body)["error"]
+                assert set(error) == {"message", "type", "param", "code"}, why
+                assert len(error["message"]) < 1000, why
+            found[status] = found.get(status, 0) + 1
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(TOGETHER):
+            group.create_task(client())
+    return found
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("number", [20_000, pytest.param(1_000_000, marks=pytest.mark.campaign)])
+def test_hostile_bodies_are_refused_and_leave_nothing_behind(engine: Engine, number: int) -> None:
+    app = create_app(engine, limits=LIMITS)
+
+    async def run() -> None:
+        async with app.router.lifespan_context(app):
+            await attack(app, 0, 1000)  # caches and arenas of memory fill
+            gc.collect()
+            before = resident_bytes()
+            found = await attack(app, 1, number)
+            gc.collect()
+            assert resident_bytes() - before < 50 << 20
+            assert found[200] > number // 50
+            assert found[400] > number // 2
+            assert set(found) <= {200, 400, 401, 403, 404, 413, 429}
+            stats = await app.state.serving.backend.stats()
+            assert stats["free_blocks"] == stats["blocks"]
+            assert stats["running"] == stats["waiting"] == 0
+
+    asyncio.run(run())
