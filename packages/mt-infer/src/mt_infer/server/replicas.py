@@ -1,0 +1,191 @@
+"""Several engines behind one server: each request goes to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from mt_tokenizer import Tokenizer
+
+from mt_infer.completion import Delta
+from mt_infer.sampling import Sampling
+from mt_infer.server.backend import Backend, EngineDownError, Facts, Picture, Pooling
+from mt_infer.service import Service
+
+_BLOCK = 16  # tokens that a key stands for
+_MOST_KEYS = 1 << 16
+
+
+@dataclass(eq=False, kw_only=True)
+class _Replica:
+    """An engine, with what is known of its cache.
+
+    Attributes:
+        backend: The engine.
+        load: Number of continuations that it works on.
+        known: Keys of the beginnings of recent prompts, the latest last.
+    """
+
+    backend: Backend
+    load: int = 0
+    known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def matched(self, keys: Sequence[bytes]) -> int:
+        """Return how many blocks of a prompt it has seen."""
+        return next((i for i, key in enumerate(keys) if key not in self.known), len(keys))
+
+    def note(self, keys: Iterable[bytes]) -> None:
+        """Remember a prompt."""
+        for key in keys:
+            self.known[key] = None
+            self.known.move_to_end(key)
+        while len(self.known) > _MOST_KEYS:
+            self.known.popitem(last=False)
+
+
+class Replicas:
+    """A `Backend` of several engines of one model.
+
+    A request goes to the engine that has seen the longest beginning of its prompt, unless that one
+    has a full batch and another one has room; otherwise to the one with the least work. A request
+    that has no token yet goes to another engine when its own ends.
+
+    Args:
+        backends: The engines.
+    """
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        self._replicas = [_Replica(backend=each) for each in backends]
+
+    @property
+    def facts(self) -> Facts:
+        """The model, and the room of all engines; the step is an engine's that serves."""
+        first, *others = (each.backend.facts for each in self._ready() or self._replicas)
+        digests = dict(first.digests)
+        for facts in others:
+            digests |= facts.digests
+        batch = first.max_batch + sum(each.max_batch for each in others)
+        return replace(first, digests=digests, max_batch=batch)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer."""
+        return self._replicas[0].backend.tokenizer
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder with the model's chat template."""
+        return self._replicas[0].backend.folder
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether one engine serves."""
+        return bool(self._ready())
+
+    async def stream(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        images: Sequence[Sequence[Picture]] | None = None,
+        adapter: str | None = None,
+        service: Service | None = None,
+    ) -> AsyncGenerator[Delta, None]:
+        """Continue prompts on one engine; see `Backend.stream`."""
+        caller = "" if service is None else service.caller
+        keys = [] if images else keys_of(prompts[0], f"{adapter}/{caller}")
+        how = {"images": images, "adapter": adapter, "service": service}
+        tried: list[_Replica] = []
+        while True:
+            replica = self._chosen(keys, tried)
+            count, has_begun = len(prompts) * sampling.n, False
+            replica.load += count
+            replica.note(keys)
+            try:
+                async with aclosing(replica.backend.stream(prompts, sampling, **how)) as deltas:
+                    async for delta in deltas:
+                        has_begun = True
+                        yield delta
+            except EngineDownError:
+                replica.known.clear()
+                tried.append(replica)
+                if has_begun or not set(self._ready()) - set(tried):
+                    raise
+            else:
+                return
+            finally:
+                replica.load -= count
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Pooling = "last"
+    ) -> list[list[float]]:
+        """Return a vector for each prompt, by one engine."""
+        return await self._chosen([], []).backend.embed(prompts, pooling)
+
+    async def stats(self) -> dict[str, int]:
+        """Return the sums of all engines' counts."""
+        found = await asyncio.gather(*(each.backend.stats() for each in self._ready()))
+        return dict(sum(map(Counter, found), Counter()))
+
+    async def load_step(self, step: int | None = None) -> int | None:
+        """Read a checkpoint, one engine after the other, so that the others serve meanwhile."""
+        for each in self._replicas:
+            step = await each.backend.load_step(step)
+        return step
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory of all engines."""
+        await asyncio.gather(*(each.backend.sleep(level) for each in self._replicas))
+
+    async def wake(self) -> None:
+        """Serve again."""
+        await asyncio.gather(*(each.backend.wake() for each in self._replicas))
+
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter into all engines."""
+        for each in self._replicas:
+            await each.backend.load_adapter(name, folder)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forget an adapter in all engines."""
+        for each in self._replicas:
+            await each.backend.remove_adapter(name)
+
+    async def close(self) -> None:
+        """End all engines."""
+        await asyncio.gather(*(each.backend.close() for each in self._replicas))
+
+    def _ready(self) -> list[_Replica]:
+        return [each for each in self._replicas if each.backend.is_ready]
+
+    def _chosen(self, keys: Sequence[bytes], tried: Sequence[_Replica]) -> _Replica:
+        """Return the engine for a prompt; those that were tried and ended are left out."""
+        ready = [each for each in self._ready() if each not in tried]
+        if not ready:
+            raise EngineDownError("no engine is ready; try again later")
+        idlest = min(ready, key=lambda each: (each.load, len(each.known)))
+        known = max(ready, key=lambda each: (each.matched(keys), -each.load))
+        is_full = known.load >= known.backend.facts.max_batch > idlest.load
+        return idlest if is_full or not known.matched(keys) else known
+
+
+def keys_of(tokens: Sequence[int], salt: str) -> list[bytes]:
+    """Return the keys of a prompt's beginnings, one for each full block of tokens.
+
+    Args:
+        tokens: The prompt.
+        salt: What else the cache depends on.
+    """
+    key, found = salt.encode(errors="surrogatepass"), list[bytes]()
+    codes = np.asarray(tokens, dtype="<i8").tobytes()
+    for start in range(0, len(tokens) // _BLOCK * _BLOCK, _BLOCK):
+        block = codes[8 * start : 8 * (start + _BLOCK)]
+        key = hashlib.blake2b(key + block, digest_size=16).digest()
+        found.append(key)
+    return found

@@ -1,0 +1,95 @@
+"""Several engines behind one server: who serves a request, and what happens when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from mt_infer import Completion, Engine, EngineOptions, Sampling
+from mt_infer.server.backend import Backend, EngineDownError
+from mt_infer.server.local import LocalEngine
+from mt_infer.server.replicas import Replicas
+from test_engine import model_of
+
+HOW = Sampling(seed=2, max_tokens=6)
+
+
+def engines(blocks: int = 60) -> list[LocalEngine]:
+    options = EngineOptions(blocks=blocks, block_size=4, max_batch=4)
+    return [LocalEngine(Engine(model_of("llama"), options=options)) for _ in range(2)]
+
+
+async def answer(backend: Backend, prompt: Sequence[int]) -> Completion:
+    found = [each async for each in backend.stream([prompt], HOW)]
+    completion = found[-1].completion
+    assert completion is not None
+    return completion
+
+
+def prompts(rng: random.Random) -> list[list[int]]:
+    """Prompts of which seven in ten begin with one of some long beginnings."""
+    beginnings = [[rng.randrange(64) for _ in range(32)] for _ in range(10)]
+    return [
+        (rng.choice(beginnings) if rng.random() < 0.7 else [rng.randrange(64) for _ in range(32)])
+        + [rng.randrange(64) for _ in range(4)]
+        for _ in range(60)
+    ]
+
+
+async def hits(asked: list[list[int]], *, is_routed: bool) -> int:
+    made = engines()
+    router = Replicas(made)
+    for number, prompt in enumerate(asked):
+        await answer(router if is_routed else made[number % 2], prompt)
+    stats = await router.stats()
+    assert stats["free_blocks"] == stats["blocks"] == 120
+    await router.close()
+    return stats["prefix_tokens"]
+
+
+def test_prompts_with_a_known_beginning_go_where_it_is_cached() -> None:
+    asked = prompts(random.Random(1))
+    routed, in_turns = (asyncio.run(hits(asked, is_routed=each)) for each in (True, False))
+    assert routed >= 1.3 * in_turns > 0
+
+
+def test_requests_at_once_are_shared_and_have_their_own_tokens() -> None:
+    asked = [[7] * 20, [7] * 20, [9] * 3, [9] * 3, [1, 2, 3]]
+    expected = Engine(model_of("llama")).generate(asked, HOW)
+
+    async def run() -> tuple[list[Completion], list[dict[str, int]]]:
+        made = engines()
+        router = Replicas(made)
+        found = await asyncio.gather(*(answer(router, each) for each in asked))
+        stats = [await each.stats() for each in made]
+        await router.close()
+        return found, stats
+
+    found, stats = asyncio.run(run())
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert min(each["tokens"] for each in stats) > 0
+
+
+def test_a_request_without_a_token_goes_to_another_engine(monkeypatch) -> None:
+    async def run() -> Any:
+        made = engines()
+        router = Replicas(made)
+
+        def fail() -> bool:
+            raise MemoryError("no more memory")
+
+        monkeypatch.setattr(made[0].engine, "advance", fail)
+        found = await answer(router, [1, 2, 3])
+        assert router.is_ready
+        monkeypatch.setattr(made[1].engine, "advance", fail)
+        with pytest.raises(EngineDownError, match="no more memory"):
+            await answer(router, [1, 2, 3])
+        assert not router.is_ready
+        await router.close()
+        return found
+
+    (expected,) = Engine(model_of("llama")).generate([1, 2, 3], HOW)
+    assert asyncio.run(run()).tokens == expected.tokens
