@@ -233,6 +233,18 @@ def test_a_list_of_layers_with_repeats_is_the_model(tmp_path: Path) -> None:
         assert load_config(path).model(300) == model
 
 
+def test_attention_in_a_list_has_the_defaults_of_the_model(tmp_path: Path) -> None:
+    rest, found = LAYERS[LAYERS.index("data:") :], []
+    for layers in (
+        "num_layers: 1, num_heads: 4, ffn_size: 48",
+        "layers: [{mixer: {num_heads: 4}, feed_forward: {ffn_size: 48}}]",
+    ):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"model: {{hidden_size: 32, {layers}}}\n{rest}")
+        found.append(load_config(path).model(300))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
