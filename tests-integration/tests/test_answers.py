@@ -5,9 +5,20 @@ import random
 from pathlib import Path
 
 import pytest
-from mt_tokenizer import AnswerForm, ChatTemplate, load_tokenizer, parse_answer
+from mt_infer.text import StopTexts, TextStream
+from mt_tokenizer import (
+    AnswerForm,
+    AnswerParser,
+    ChatAnswer,
+    ChatTemplate,
+    ToolCall,
+    load_tokenizer,
+    parse_answer,
+    train_tokenizer,
+)
 
 NAMES = ("weather", "time.now", "get_user-2")
+CALL = ToolCall(name="weather", arguments="{}")
 WORDS = ("a", "é", '"', "\\", "{", "]", "</tool", "<", "\n", "日本", "🎉", " ")
 
 
@@ -94,6 +105,26 @@ def test_qwen_as_transformers_reads_it():
         assert found_calls(answer) == [(each["name"], each["arguments"]) for each in given] == calls
         assert answer.content == expected["content"].strip("\n")
         assert answer.reasoning == expected["reasoning_content"].strip("\n")
+
+
+@pytest.mark.parametrize("file", ["mistral_instruct_tokenizer_240323.model.v3", None])
+def test_marks_that_are_special_tokens_are_in_the_text_of_a_stream(published, file):
+    if file is None:
+        marks = ["<|eod|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
+        tokenizer = train_tokenizer(["the quick brown fox"], 300, marks)
+        said = '<think>\nfox \U0001f98a\n</think>\n\nSo <tool_call>{"name": "weather"}</tool_call>'
+        form = AnswerForm.find("", tokenizer.special_tokens)
+        expected = ChatAnswer(reasoning="fox \U0001f98a", content="So", calls=(CALL,))
+    else:
+        tokenizer = load_tokenizer(published / file)
+        said, form = 'So [TOOL_CALLS] [{"name": "weather"}]', AnswerForm(calls="mistral")
+        expected = ChatAnswer(content="So", calls=(CALL,))
+    tokens = tokenizer.encode_chat(said)
+    assert set(tokens) & set(tokenizer.special_tokens.values())
+    stream = TextStream(tokenizer, StopTexts((), tokenizer))
+    parser = AnswerParser(form, functions=NAMES)
+    events = [e for n in range(1, len(tokens) + 1) for e in parser.feed(stream.next(tokens[:n]))]
+    assert ChatAnswer.of(events + parser.finish()) == expected
 
 
 TEMPLATE = """{%- if tools %}{{ tools | tojson }}

@@ -48,12 +48,14 @@ class Target:
         model: Name of the model.
         route: The measured route.
         full: Whether each answer has as many tokens as its limit.
+        temperature: Temperature of the answers; None for the server's own.
     """
 
     client: Client
     model: str
     route: Route = "completions"
     full: bool = False
+    temperature: float | None = None
 
     def send(self, planned: Planned, begun: float) -> Timing:
         """Send a request, and return its times."""
@@ -76,10 +78,12 @@ class Target:
         said = {"messages": [{"role": "user", "content": planned.prompt}]}
         given = said if self.route == "chat" else {"prompt": planned.prompt}
         usage = {"stream_options": {"include_usage": True}}
-        limits = {"max_tokens": planned.max_tokens}
+        how: dict[str, Any] = {"max_tokens": planned.max_tokens}
         if self.full:
-            limits["min_tokens"] = planned.max_tokens
-        return {"model": self.model, **given, **limits, **usage}
+            how["min_tokens"] = planned.max_tokens
+        if self.temperature is not None:
+            how["temperature"] = self.temperature
+        return {"model": self.model, **given, **how, **usage}
 
 
 def _has_text(choice: Mapping[str, Any]) -> bool:

@@ -38,6 +38,8 @@ class Bench:
     full_answers: bool = False
     """Let each answer have as many tokens as its limit, by the field min_tokens, which our servers
     and vLLM's know."""
+    temperature: float | None = None
+    """Temperature of the answers; by default the server's own."""
     seed: int = 0
     """The same seed draws the same requests."""
     route: Literal["completions", "chat"] = "completions"
@@ -93,12 +95,13 @@ class Bench:
         model = self.name or next(iter(client.models()), None)
         if model is None:
             raise ServerError(f"{url} lists no models; give one with --name")
-        target = Target(client=client, model=model, route=self.route, full=self.full_answers)
+        how = {"full": self.full_answers, "temperature": self.temperature}
+        target = Target(client=client, model=model, route=self.route, **how)
         if self.warmup:
             run(
                 target, self._workload(requests=self.warmup, rate=0.0, seed=self.seed + 1).draw(), 1
             )
         workload = self._workload()
         found = report(run(target, workload.draw(), self.concurrency))
-        asked = {"concurrency": self.concurrency, "route": self.route, "full": self.full_answers}
+        asked = {"concurrency": self.concurrency, "route": self.route, **how}
         return {"model": model, "workload": {**vars(workload), **asked}, **found}
