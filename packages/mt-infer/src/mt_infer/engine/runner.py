@@ -61,6 +61,7 @@ class Runner:
         mixers = [mixer for index, mixer in model.config.mixers.items() if index in layers]
         self.has_states = any(not mixer.token_cache for mixer in mixers)
         longest = model.config.max_sequence_length
+        self._breaks = model.config.cache_break(1, longest) is not None
         rotary = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
         self.by_length = any(each.angles(1) != each.angles(longest) for each in rotary)
         # A row for the states after each token that may be taken back.
@@ -138,7 +139,7 @@ class Runner:
 
     def restarts(self, held: int, length: int) -> bool:
         """Return whether held keys don't serve a longer text, as longrope's factors change."""
-        return self.model.config.cache_break(held, length) is not None
+        return self._breaks and self.model.config.cache_break(held, length) is not None
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Copy states of requests to rows of the prefix cache, or back.

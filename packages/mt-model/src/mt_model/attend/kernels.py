@@ -112,6 +112,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         allowed = scores.mask(query)
         mask = pairs.to(query.dtype)
         mask = mask if allowed is None else mask.masked_fill(~allowed, -torch.inf)
+    if query.shape[1] == 1 and query.device.type == "cpu":
+        return _one_query(query, key, value, mask, scores.scale)
     with nullcontext() if scores.allowed is None else steady_kernels(query):
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),
@@ -121,6 +123,34 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
             enable_gqa=query.shape[2] != key.shape[2],
         )
     return out.transpose(1, 2)
+
+
+def _one_query(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
+) -> Tensor:
+    """Attend with one query of each row, as torch's kernel for a CPU likes it.
+
+    That kernel reads half precision several times as slowly as fp32 for so few queries, and heads
+    that share keys are quicker as queries of one head.
+
+    Shape:
+        query: [B, 1, N, D]; key: [B, T, G, D]; value: [B, T, G, V]; mask broadcasts to
+        [B, N, 1, T]. Returns [B, 1, N, V].
+    """
+    heads, groups, dtype = query.shape[2], key.shape[2], query.dtype
+    if dtype.itemsize == 2:
+        query, key, value = query.float(), key.float(), value.float()
+        mask = mask.float() if mask is not None and mask.is_floating_point() else mask
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+        mask = mask.unflatten(-3, (groups, -1)).squeeze(-2)
+    out = F.scaled_dot_product_attention(
+        query.reshape(len(query), groups, heads // groups, -1),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        scale=scale,
+    )
+    return out.to(dtype).reshape(len(query), 1, heads, -1)
 
 
 _INSTALLED = frozenset(name for name in ("flash_attn", "transformer_engine") if find_spec(name))

@@ -188,6 +188,8 @@ class GeneratingStack(Stack["ModelConfig"]):
             return
         lengths, counts = slots.lengths.tolist(), slots.starts.diff().tolist()
         self._check_length(max(lengths))
+        if not breaks:
+            return
         for length, count in zip(lengths, counts, strict=True):
             self._check_break(length - count, length)
 
