@@ -9,14 +9,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Se
 from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
 
+from mt_files import to_plain
 from mt_tokenizer import Tokenizer
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from mt_infer.completion import Completion, Delta
 from mt_infer.forms.choosing import Choosing
+from mt_infer.receipts import Receipt, answered, versions
 from mt_infer.server.prompts import Prompt
-from mt_infer.server.receipts import receipt_of
 from mt_infer.server.refusal import RefusedError
 from mt_infer.server.serving import Ask, Serving, until_gone
 
@@ -84,10 +85,25 @@ class Writer:
         """Return what is known at the end: numbers of tokens, and the receipt if it is wanted."""
         found: dict[str, Any] = {"usage": usage_of(self.prompts, self.ended)}
         if self.form.receipt:
-            backend = self.serving.backend
-            done = [self.ended[index] for index in sorted(self.ended)]
-            found["receipt"] = receipt_of(backend.facts, backend.tokenizer, self.ask, done)
+            found["receipt"] = to_plain(self._receipt())
         return found
+
+    def _receipt(self) -> Receipt:
+        facts, tokenizer = self.serving.facts, self.serving.backend.tokenizer
+        step = self.ended[0].step
+        return Receipt(
+            model=facts.model,
+            step=step,
+            weights=facts.digests[step],
+            tokenizer=None if tokenizer is None else tokenizer.sha256,
+            dtype=facts.dtype,
+            layout=facts.layout,
+            kernels=facts.kernels,
+            versions=versions(),
+            prompts=tuple(map(tuple, self.ask.prompts)),
+            sampling=self.ask.sampling,
+            answers=answered([self.ended[index] for index in sorted(self.ended)]),
+        )
 
     def _head(self, kind: str, step: int | None) -> dict[str, Any]:
         return {
