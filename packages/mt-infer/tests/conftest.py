@@ -44,6 +44,11 @@ def write_run() -> Callable[[Path, ModelConfig], Path]:
     return _write_run
 
 
+@pytest.fixture(scope="module")
+def module_run() -> Callable[[Path, ModelConfig], Path]:
+    return _write_run
+
+
 @pytest.fixture(scope="session")
 def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = gpt(

@@ -18,11 +18,13 @@ from mt_infer.commands.flags import flag_of, options_of
 from mt_infer.commands.generate import Generate
 from mt_infer.commands.quantize import Quantize
 from mt_infer.commands.replay import Replay
+from mt_infer.commands.serve import Serve
 from mt_infer.console import bounded, check_printable, open_streams, print_text, say
 
 _COMMANDS = {
     "generate": Generate,
     "chat": Chat,
+    "serve": Serve,
     "bench": Bench,
     "replay": Replay,
     "quantize": Quantize,

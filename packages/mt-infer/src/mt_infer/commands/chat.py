@@ -70,10 +70,10 @@ class Chat:
         from mt_parallel_state import ParallelLayout, ParallelState, detect_env, joined
 
         from mt_infer.chat.speaker import LocalSpeaker
-        from mt_infer.commands.threads import use_threads
         from mt_infer.engine.engine import Engine
         from mt_infer.engine.options import EngineOptions
         from mt_infer.loading import open_run
+        from mt_infer.threads import use_threads
 
         if self.name is not None:
             raise ValueError(f"--name is for a server, and {self.model} is a folder")

@@ -15,8 +15,8 @@ import tyro
 from mt_files import quick_imports
 
 from mt_infer.commands.flags import flag_of, options_of
-from mt_infer.commands.threads import use_threads
 from mt_infer.console import keep_quiet, print_text, say
+from mt_infer.threads import use_threads
 
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv

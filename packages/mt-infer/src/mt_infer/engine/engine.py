@@ -139,6 +139,11 @@ class Engine(Calls):
         return self._loop.step_of_weights
 
     @property
+    def is_awake(self) -> bool:
+        """Whether it can make passes; see `sleep`."""
+        return self._loop.runner.is_awake
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of the adapters."""
         return self._loop.adapters.names

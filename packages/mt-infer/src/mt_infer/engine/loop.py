@@ -21,6 +21,7 @@ from mt_infer.engine.chooser import Drawn, Wanted, choose_next, follow
 from mt_infer.engine.drafts import drafter_of
 from mt_infer.engine.host import HostRoom
 from mt_infer.engine.intake import Intake
+from mt_infer.engine.isolation import isolate
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.prefix import salt_of
 from mt_infer.engine.ranks import Ranks
@@ -169,8 +170,29 @@ class Loop:
         """
         for request in self.scheduler.expire(now):
             self._tell_end(self._answers.pop(request), "deadline")
+        parts = self._planned()
+        answers = {each.request: self._answers[each.request] for each in parts}
+        try:
+            self._serve(parts)
+        except Exception as error:
+            if self._ranks.group is not None or isinstance(error, torch.AcceleratorError):
+                raise
+
+            def fail(request: Request, problem: Exception) -> None:
+                if not answers[request].has_ended:
+                    answers[request].error = problem
+                    self._end(answers[request], "error")
+
+            isolate(
+                self.scheduler, list(answers), error, lambda: self._serve(self._planned()), fail
+            )
+
+    def _planned(self) -> list[Part]:
         parts = self.scheduler.plan()
         self._move()
+        return parts
+
+    def _serve(self, parts: list[Part]) -> None:
         if not parts:
             return
         if self.drafter is not None:
@@ -287,8 +309,9 @@ class Loop:
             part.request.held = 0
 
     def _end(self, answer: Answer, end: End, new: int = 0) -> None:
-        del self._answers[answer.request]
-        self.scheduler.finish(answer.request, end)
+        self._answers.pop(answer.request, None)
+        if answer.request.end is None:
+            self.scheduler.finish(answer.request, end)
         self._tell_end(answer, end, new)
 
     def _tell_end(self, answer: Answer, end: End, new: int = 0) -> None:

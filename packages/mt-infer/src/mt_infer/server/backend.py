@@ -78,12 +78,16 @@ class EngineDownError(RuntimeError):
     """The engine's process has ended, or does not answer; it is started again."""
 
 
+class EngineFailedError(RuntimeError):
+    """The engine failed for one request, and serves others."""
+
+
 @runtime_checkable
 class Backend(Protocol):
     """An engine as a server uses it, on one event loop.
 
-    A ValueError is the caller's mistake, an `EngineDownError` says to try again later, and any
-    other error ends one request.
+    A ValueError is the caller's mistake, an `EngineDownError` says to try again later, and
+    an `EngineFailedError`, or any other, ends one request.
     """
 
     @property

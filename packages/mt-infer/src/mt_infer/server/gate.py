@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ from mt_infer.server.refusal import RefusedError
 
 _OPEN = "/health"  # says nothing but that the process is alive
 _ADMIN = "/admin"
+_OWN = ("localhost", "127.0.0.1", "::1")
 _LONGEST_PATH = 200
 _log = logging.getLogger("mt_infer.server")
 
@@ -67,6 +69,8 @@ class Gate:
                 raise RefusedError(404, "start the server with an admin key for /admin")
         else:
             client = self._keys.client(given)
+        if not self._keys.clients and not _is_own(scope):
+            raise RefusedError(403, "a page of another site may not use a server without keys")
         if client is None:
             raise RefusedError(
                 401, "send a valid key: Authorization: Bearer KEY", code="invalid_api_key"
@@ -138,6 +142,12 @@ class _Exchange:
     def _too_large(self) -> RefusedError:
         most = self._limits.max_body_bytes
         return RefusedError(413, f"the body has more than {most} bytes", code="body_too_large")
+
+
+def _is_own(scope: Scope) -> bool:
+    """Return whether no browser sends the request for a page of another site than this machine."""
+    origin = dict(scope["headers"]).get(b"origin", b"http://localhost").decode("latin-1")
+    return urlsplit(origin).hostname in _OWN
 
 
 def response_of(error: RefusedError) -> Response:

@@ -19,6 +19,9 @@ from mt_infer.sampling import Sampling
 from mt_infer.server.backend import EngineDownError, Facts, Picture, Pooling
 from mt_infer.service import Service
 
+_MOMENT_S = 0.005
+_SWAP_S = 30.0  # then no news come until the running requests have ended
+
 
 @dataclass(eq=False)
 class _Reader:
@@ -43,6 +46,8 @@ class LocalEngine:
         self._readers: set[_Reader] = set()
         self._is_wanted, self._is_closed, self._is_asleep = threading.Event(), False, False
         self._error: BaseException | None = None
+        self._may_begin, self._swaps = asyncio.Event(), asyncio.Lock()
+        self._may_begin.set()
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
 
@@ -85,6 +90,16 @@ class LocalEngine:
         """Whether requests would be served now."""
         return self._error is None and not self._is_asleep and not self._is_closed
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread makes passes."""
+        return self._error is None
+
+    @property
+    def has_lost_weights(self) -> bool:
+        """Whether weights were read in part alone, so that the engine sleeps."""
+        return not self._is_asleep and not self.engine.is_awake
+
     async def stream(
         self,
         prompts: Sequence[Sequence[int]],
@@ -100,6 +115,7 @@ class LocalEngine:
         how = {"adapter": adapter, "service": service or Service()}
         asked = [list(each) for each in prompts], sampling, given
         answers = await asyncio.to_thread(self.engine.answers, *asked, **how)
+        await self._may_begin.wait()
         reader = _Reader(answers, asyncio.get_running_loop())
         try:
             with self.engine.submitted(answers):
@@ -135,10 +151,20 @@ class LocalEngine:
         return self.engine.stats()
 
     async def load_step(self, step: int | None = None) -> int | None:
-        """Read a checkpoint of the run; see `Engine.load_step`."""
-        found = await asyncio.to_thread(self.engine.load_step, step)
-        self._is_wanted.set()
-        return found
+        """Read a checkpoint of the run.
+
+        Requests that have begun end with the weights that they have, and new ones wait meanwhile.
+        """
+        async with self._swaps:
+            self._may_begin.clear()
+            try:
+                end = asyncio.get_running_loop().time() + _SWAP_S
+                while self._readers and asyncio.get_running_loop().time() < end:
+                    await asyncio.sleep(_MOMENT_S)
+                return await asyncio.to_thread(self.engine.load_step, step)
+            finally:
+                self._may_begin.set()
+                self._is_wanted.set()
 
     async def sleep(self, level: int = 1) -> None:
         """Free memory until `wake`."""

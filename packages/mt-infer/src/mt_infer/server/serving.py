@@ -10,12 +10,19 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mt_files import MissingExtraError, did_you_mean
+from mt_files import MissingExtraError, UserError, did_you_mean
 from starlette.requests import Request
 
 from mt_infer.completion import Completion, Delta
 from mt_infer.sampling import Sampling
-from mt_infer.server.backend import Backend, EngineDownError, Facts, Picture, Pooling
+from mt_infer.server.backend import (
+    Backend,
+    EngineDownError,
+    EngineFailedError,
+    Facts,
+    Picture,
+    Pooling,
+)
 from mt_infer.server.keys import Client
 from mt_infer.server.limits import Limits
 from mt_infer.server.metrics import Metrics
@@ -119,7 +126,7 @@ class Serving:
             caller=_caller(client.name, ask.cache_salt),
         )
         how = {"images": ask.images, "adapter": ask.adapter, "service": service}
-        with self._admitted(ask), _refusals():
+        with self._admitted(ask), refusals():
             stream = self.backend.stream(ask.prompts, ask.sampling, **how)
             async with aclosing(stream):
                 async for delta in stream:
@@ -137,7 +144,7 @@ class Serving:
     ) -> list[list[float]]:
         """Return the embedding of each prompt."""
         ask = Ask(prompts=prompts, sampling=Sampling(max_tokens=0))
-        with self._admitted(ask), _refusals():
+        with self._admitted(ask), refusals():
             found = await until_gone(request, self.backend.embed(prompts, pooling))
         self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
         return found
@@ -223,11 +230,13 @@ def _caller(client: str, salt: str) -> str:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def refusals() -> Iterator[None]:
     """Turn the engine's errors into refusals."""
     try:
         yield
     except EngineDownError as error:
         raise RefusedError(503, str(error), code="engine_down", retry_after=_RETRY_S) from error
-    except (ValueError, MissingExtraError) as error:
+    except EngineFailedError as error:
+        raise RefusedError(500, str(error), code="engine_failed") from error
+    except (ValueError, UserError, MissingExtraError) as error:
         raise RefusedError(400, str(error)) from error

@@ -1,0 +1,158 @@
+"""The port: connections within limits, signals, and the line that says where it listens."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from mt_files import UserError
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mt_infer.server.keys import Keys
+from mt_infer.server.limits import Limits
+from mt_infer.server.refusal import RefusedError
+
+_HEADER_BYTES = 1 << 15
+_BACKLOG = 2048
+
+
+class AddressError(UserError):
+    """An address on which nothing can listen."""
+
+
+def check_address(host: str, keys: Keys) -> None:
+    """Refuse to serve other machines without a key.
+
+    Raises:
+        ValueError: The address is not of this machine alone, and there is no key.
+    """
+    if keys.clients or host == "localhost":
+        return
+    try:
+        is_own = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_own = False
+    if not is_own:
+        raise ValueError(
+            f"--host {host}: other machines could send requests without a key; give --api-key-file "
+            "or set MT_INFER_API_KEY, or leave --host out"
+        )
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket of an address, which does not listen yet.
+
+    Raises:
+        AddressError: The address is taken, or is none.
+    """
+    made = None
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except (OSError, OverflowError) as error:
+        if made is not None:
+            made.close()
+        raise AddressError(f"{host}:{port}: {error}; use another --host or --port") from error
+    return made
+
+
+class Server(uvicorn.Server):
+    """Serves an app on a bound socket until SIGTERM or SIGINT; a second one does not wait.
+
+    Args:
+        app: The app.
+        limits: The limits.
+        on_listening: Called when the port is open.
+    """
+
+    def __init__(self, app: FastAPI, limits: Limits, on_listening: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            http=_connections(limits),
+            ws="none",
+            loop="asyncio",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=max(1, round(limits.idle_s)),
+            timeout_graceful_shutdown=max(1, round(limits.drain_s)),
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+        )
+        super().__init__(config)
+        self._serving, self._on_listening = app.state.serving, on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the port."""
+        await super().startup(sockets)
+        self._on_listening()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Stop at a signal, and end with 0: this process has no torch, whose C++ would hold it."""
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self._stop)
+        try:
+            yield
+        finally:
+            for each in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(each)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = self._serving.is_draining = True
+
+
+def _connections(limits: Limits) -> type[H11Protocol]:
+    """Return uvicorn's protocol with limits on the number of connections and a header's time."""
+    busy = json.dumps(RefusedError(503, "too many connections", code="too_many").body).encode()
+    head = f"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\ncontent-length: {len(busy)}\r\n"
+    refusal = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + busy
+
+    class Connection(H11Protocol):
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            if len(self.connections) >= limits.max_connections:
+                self.transport = transport
+                transport.write(refusal)
+                transport.close()
+                return
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._forget()
+
+        def _watch(self) -> None:
+            """Close the connection if the header that it has begun takes too long."""
+            if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+                self._forget()
+            elif self._late is None:
+                self._late = self.loop.call_later(limits.header_s, self.transport.abort)
+
+        def _forget(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return Connection

@@ -1,0 +1,222 @@
+"""`mt-infer serve` as a process: its engine killed and swapped, its clients gone, its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mt_ckpt import RunFolder, SavedModel, SavedTokenizer, param_shards, save_checkpoint
+from mt_files import to_plain
+from mt_infer import Engine, Sampling
+from mt_model import GPT, gpt
+from mt_parallel_state import ParallelLayout, ParallelState
+from mt_tokenizer import load_tokenizer
+from serving import Answer, Site, wait_for
+
+CONFIG = gpt(
+    vocab_size=264,
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    max_sequence_length=4096,
+    init_std=0.4,
+)
+KEY, ADMIN = "a-client's-key-of-this-test", "an-admin's-key-of-this-test"
+SECRET = "a secret that no log may have \x1b[31m"
+ASK = {"model": "run", "prompt": SECRET, "max_tokens": 8, "temperature": 0}
+
+
+def save_step(folder: RunFolder, step: int) -> None:
+    """Save a step of a model that is drawn from its number."""
+    tokenizer = load_tokenizer(folder.tokenizer)
+    digest = SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token)
+    with ParallelState(ParallelLayout(), device="cpu") as state:
+        model = GPT(CONFIG, state, seed=step)
+        shards = param_shards(model.named_parameters(), state.layout, state.rank, prefix="model")
+        metadata = to_plain(SavedModel(model=CONFIG.to_dict(), tokenizer=digest))
+        save_checkpoint(folder.checkpoints, step, shards, metadata)
+
+
+class Process:
+    """A server's process, with what it prints."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.log = folder / "log.jsonl"
+        command = [sys.executable, "-m", "mt_infer", "serve", str(folder / "run"), "--port=0"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *options], stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            line = output.readline()
+        found = re.fullmatch(r"listening on http://127.0.0.1:(\d+)\n", line)
+        assert found, self.log.read_text()
+        self.site = Site(port=int(found[1]), key=KEY)
+        self.admin = Site(port=int(found[1]), key=ADMIN)
+
+    @property
+    def engine(self) -> int:
+        """Number of the engine's process."""
+        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        return int(Path(children).read_text().split()[0])
+
+    def complete(self, body: dict[str, Any]) -> Answer:
+        return self.site.post("/v1/completions", body)
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^mt:{name} (\S+)$", self.site.get("/metrics").text, re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+    def is_idle(self) -> bool:
+        waiting = self.metric("num_requests_running") + self.metric("num_requests_waiting")
+        return waiting == 0 and self.metric("kv_cache_usage_perc") == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, module_run: Callable[..., Path]) -> Path:
+    path = tmp_path_factory.mktemp("served")
+    module_run(path / "run", CONFIG)
+    for name, key in (("keys", KEY), ("admins", ADMIN)):
+        (path / name).write_text(f"# of a test\n{key}\n")
+        (path / name).chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Process]:
+    keys = f"--api-key-file={folder / 'keys'}", f"--admin-key-file={folder / 'admins'}"
+    made = Process(folder, "--follow", "--max-batch=16", *keys)
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def test_answers_are_the_engines(server: Process, folder: Path) -> None:
+    engine = Engine.from_folder(folder / "run")
+    asks = [Sampling(seed=number, max_tokens=12) for number in range(8)]
+    expected = [engine.generate("to be", each)[0].text for each in asks]
+    body = {"model": "run", "prompt": "to be", "max_tokens": 12, "temperature": 1}
+    bodies = [body | {"seed": number} for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(server.complete, bodies))
+    assert [each.body["choices"][0]["text"] for each in found] == expected
+    digest = engine.digest[:16]
+    assert found[0].body["system_fingerprint"] == f"mt-{digest}-step2-float32-tp1-pp1"
+
+
+def test_a_client_that_leaves_gives_its_blocks_back(server: Process) -> None:
+    for seconds in (0, 0.01, 0.1):
+        connection = http.client.HTTPConnection("127.0.0.1", server.site.port, timeout=60)
+        body = json.dumps(ASK | {"max_tokens": 4000}).encode()
+        connection.request("POST", "/v1/completions", body, {"Authorization": f"Bearer {KEY}"})
+        time.sleep(seconds)
+        connection.close()
+    wait_for(server.is_idle)
+
+
+def test_another_keys_prefix_is_never_a_hit(server: Process) -> None:
+    def hits(**more: str) -> float:
+        before = server.metric("prefix_cache_hits_total")
+        assert server.site.post("/v1/completions", ASK | {"prompt": "x" * 64} | more).status == 200
+        return server.metric("prefix_cache_hits_total") - before
+
+    assert hits() == 0
+    assert hits() > 0
+
+
+def test_admin_loads_a_step_and_sleeps(server: Process) -> None:
+    assert server.admin.post("/admin/load", {"step": 1}).body == {"step": 1}
+    assert "-step1-" in server.complete(ASK).body["system_fingerprint"]
+    assert server.admin.post("/admin/load", {"step": 7}).status == 400
+    assert server.admin.post("/admin/load", {}).body == {"step": 2}
+    assert server.admin.post("/admin/sleep", {}).status == 200
+    assert server.site.get("/ready").status == 503
+    found = server.complete(ASK)
+    assert (found.status, found.headers["retry-after"]) == (503, "1")
+    assert server.admin.post("/admin/wake", {}).status == 200
+    assert server.complete(ASK).status == 200
+    assert server.admin.post("/admin/adapters", {"name": "a", "folder": "/nowhere"}).status == 400
+    assert server.admin.ask("DELETE", "/admin/adapters/a").status == 400
+
+
+def test_follow_serves_each_saved_step_without_an_error(server: Process, folder: Path) -> None:
+    found: list[Answer] = []
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            found.append(server.complete(ASK))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for step in (3, 4, 5):
+        save_step(RunFolder(folder / "run"), step)
+        wait_for(lambda step=step: server.site.get("/ready").body["step"] == step)
+    is_over.set()
+    for each in threads:
+        each.join()
+    assert {each.status for each in found} == {200}
+    texts: dict[int, set[str]] = {}
+    for each in found:
+        step = re.search("-step([0-9]+)-", each.body["system_fingerprint"])
+        assert step
+        texts.setdefault(int(step[1]), set()).add(each.body["choices"][0]["text"])
+    assert {3, 4, 5} <= texts.keys() <= {2, 3, 4, 5}
+    for step in (3, 5):
+        engine = Engine.from_folder(folder / "run", step=step)
+        expected = engine.generate(SECRET, Sampling(temperature=0, max_tokens=8))[0].text
+        assert texts[step] == {expected}
+
+
+def test_a_killed_engine_is_seen_and_started_again(server: Process) -> None:
+    long = ASK | {"max_tokens": 4000}
+    for _ in range(3):
+        engine = server.engine
+        with ThreadPoolExecutor(4) as pool:
+            held = [pool.submit(server.complete, long) for _ in range(4)]
+            wait_for(lambda: server.metric("num_requests_running") > 0)
+            os.kill(engine, signal.SIGKILL)
+            killed = time.monotonic()
+            wait_for(lambda: server.site.get("/ready").status == 503)
+            assert time.monotonic() - killed < 1
+        assert {each.result().status for each in held} <= {200, 503}
+        assert server.complete(ASK).status == 503
+        wait_for(lambda: server.site.get("/ready").status == 200, 120)
+        assert server.complete(ASK).status == 200
+        assert server.engine != engine
+
+
+def test_sigterm_lets_accepted_requests_end(server: Process) -> None:
+    long = ASK | {"max_tokens": 4000}
+    with ThreadPoolExecutor(4) as pool:
+        held = [pool.submit(server.complete, long) for _ in range(4)]
+        wait_for(lambda: server.metric("num_requests_running") > 0)
+        engine = server.engine
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+    assert {each.result().status for each in held} == {200}
+    assert len({each.result().body["choices"][0]["text"] for each in held}) == 1
+    with pytest.raises(ConnectionRefusedError):
+        server.site.get("/health")
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)
+    log = server.log.read_text()
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert all(line.isascii() and line.isprintable() for line in log.splitlines())
+    assert not any(secret in log for secret in (KEY, ADMIN, "a secret that", "to be"))
+    assert {"request", "the engine has ended, and is started again"} <= {x["event"] for x in lines}
