@@ -120,3 +120,9 @@ def test_a_report_has_rates_and_percentiles():
         "p99": 99,
         "max": 100,
     }
+
+
+def test_a_folder_that_can_not_be_served_is_one_message(bench, tmp_path):
+    code, found, err = bench(tmp_path / "none")  # test_benchmarks serves one that can
+    assert (code, found) == (1, None)
+    assert "none is not a folder" in err

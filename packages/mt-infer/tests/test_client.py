@@ -90,6 +90,12 @@ def test_what_a_server_may_do_is_one_error(status, content, message):
     assert error.value.status == (None if status == 200 else status)
 
 
+def test_a_stream_may_end_without_its_last_line():
+    last = EVENT.replace(b"}]}", b', "finish_reason": "stop"}]}')
+    with serving(200, EVENT + last) as (url, _):
+        assert len(list(Client(url=url).stream("/completions", {}))) == 2
+
+
 def test_a_chunk_that_is_cut_is_an_error():
     with serving(200, [EVENT], chunks=True) as (url, _), pytest.raises(ServerError):
         list(Client(url=url).stream("/completions", {}))

@@ -83,6 +83,7 @@ class Client:
         Raises:
             ServerError: There is no answer, or an error, also in the middle of the stream.
         """
+        has_finished = False
         with self._asked("POST", path, {**body, "stream": True}) as response:
             while line := response.readline(_MOST_BYTES + 1):
                 if len(line) > _MOST_BYTES:
@@ -95,8 +96,11 @@ class Client:
                 event = _parsed(value)
                 if event.get("error"):
                     raise ServerError(f"the server ended the answer: {_message(event)}")
+                choices = event.get("choices") or []
+                has_finished |= any(each.get("finish_reason") for each in choices)
                 yield event
-        raise ServerError("the server closed the connection in the middle of the answer")
+        if not has_finished:  # some servers send no [DONE]
+            raise ServerError("the server closed the connection in the middle of the answer")
 
     @contextmanager
     def _asked(

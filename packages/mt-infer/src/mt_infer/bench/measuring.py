@@ -14,6 +14,7 @@ from mt_infer.bench.workload import Planned
 from mt_infer.client import Client, ServerError
 
 _PERCENTILES = (50, 90, 99)
+_LONGEST = 200  # characters of a message
 _PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 Route = Literal["completions", "chat"]
 
@@ -28,7 +29,7 @@ class Timing:
         ended: Time of its end.
         tokens_in: Number of tokens of the prompt, as the server counts.
         tokens_out: The same of the answer.
-        error: Status of an error, or `no answer`; None for an answer.
+        error: Status or message of an error; None for an answer.
     """
 
     sent: float
@@ -69,7 +70,7 @@ class Target:
                 timing.tokens_in = usage.get("prompt_tokens", timing.tokens_in)
                 timing.tokens_out = usage.get("completion_tokens", timing.tokens_out)
         except ServerError as error:
-            timing.error = "no answer" if error.status is None else str(error.status)
+            timing.error = str(error)[:_LONGEST] if error.status is None else str(error.status)
         timing.ended = time.perf_counter() - begun
         timing.tokens_out = timing.tokens_out or len(timing.parts)
         return timing

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import IO
 
 from mt_infer.client import ServerError
 
@@ -23,22 +25,27 @@ def served(folder: str, options: Sequence[str] = ()) -> Iterator[str]:
         options: Further options of the command.
 
     Raises:
-        ServerError: It ends before it is ready; its own message is on standard error.
+        ServerError: It ends before it is ready; the error has its last message.
     """
     command = [sys.executable, "-m", "mt_infer", "serve", folder, "--port", "0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
-        try:
-            yield _address(process)
-        finally:
-            process.terminate()
+    with tempfile.TemporaryFile("w+") as log:  # a line for each request
+        how = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+        with subprocess.Popen(command, **how) as process:  # noqa: S603 - our own command
             try:
-                process.wait(_DRAINED)
-            except subprocess.TimeoutExpired:
-                process.kill()
+                yield _address(process, log)
+            finally:
+                process.terminate()
+                try:
+                    process.wait(_DRAINED)
+                except subprocess.TimeoutExpired:
+                    process.kill()
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def _address(process: subprocess.Popen[str], log: IO[str]) -> str:
     for line in process.stdout or ():
         if found := _LISTENING.search(line):
             return found[1]
-    raise ServerError("the server ended before it was ready; its message is above")
+    log.seek(0)
+    said = log.read().strip().splitlines()
+    reason = said[-1].removeprefix("mt-infer: ") if said else "it said nothing"
+    raise ServerError(f"the server ended before it was ready: {reason[:1000]}")

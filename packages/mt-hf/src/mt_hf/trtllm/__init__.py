@@ -1,1 +1,0 @@
-"""Writing of checkpoints of TensorRT-LLM, from which it builds its engines."""
