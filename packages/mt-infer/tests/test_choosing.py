@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from mt_infer import Sampling
-from mt_infer.choosing import choose_rows, draw, uniform
-from mt_infer.engine.processors import adjust
+from mt_infer.choosing.draws import choose_rows, draw, uniform
+from mt_infer.choosing.processors import adjust
 
 CASES = pytest.mark.parametrize("cases", [300, pytest.param(10_000, marks=pytest.mark.campaign)])
 

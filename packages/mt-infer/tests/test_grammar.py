@@ -15,7 +15,7 @@ import pytest
 import sentencepiece
 import torch
 from mt_infer import Engine, EngineOptions, LogitsError, Sampling
-from mt_infer.engine.grammar import Grammar, Grammars
+from mt_infer.choosing.grammar import Grammar, Grammars
 from mt_model import GPT, gpt
 from mt_tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -232,7 +232,7 @@ class GivesUp(Grammar):
 
 
 def test_a_matcher_that_gives_up_ends_its_request_alone(monkeypatch) -> None:
-    monkeypatch.setattr("mt_infer.engine.grammar.Grammar", GivesUp)
+    monkeypatch.setattr("mt_infer.choosing.grammar.Grammar", GivesUp)
     made = engine()
     bad = made.stream("a", Sampling(regex="[abc]{60}", max_tokens=40, seed=1))
     good = made.stream("a", Sampling(max_tokens=9, seed=1, allowed_token_ids=[5, 6]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mt_infer.engine.host import HostPages, HostRoom
+from mt_infer.engine.host import HostRoom
+from mt_infer.engine.host_pages import HostPages
 from mt_infer.engine.request import Request
 from mt_model import GPT, AttentionConfig, LayerConfig, Mamba2Config, MLAConfig, RopeConfig, gpt
 

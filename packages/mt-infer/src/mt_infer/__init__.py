@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from mt_files import resolve_later
 
 if TYPE_CHECKING:
-    from mt_infer.choosing import LogitsError as LogitsError
-    from mt_infer.choosing import choose as choose
+    from mt_infer.choosing.draws import LogitsError as LogitsError
+    from mt_infer.choosing.draws import choose as choose
     from mt_infer.completion import Completion as Completion
     from mt_infer.completion import Delta as Delta
     from mt_infer.engine.engine import Engine as Engine

@@ -14,7 +14,7 @@ from mt_quant import KVFormat
 from mt_tokenizer import Tokenizer
 from torch import Tensor
 
-from mt_infer.choosing import NO_TOKEN, draw, draw_key, no_token_error
+from mt_infer.choosing.draws import NO_TOKEN, draw, draw_key, no_token_error
 from mt_infer.completion import Completion, End
 from mt_infer.sampling import Sampling
 from mt_infer.text import PromptError, StopTexts, check_prompt, encode_prompt

@@ -227,7 +227,7 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampl
     """Check the options against the run, before weights are read and processes started."""
     from mt_model import validate_split
 
-    from mt_infer.engine.grammar import Grammars
+    from mt_infer.choosing.grammar import Grammars
     from mt_infer.loading import check_ema, check_kv_cache
 
     if command.ema:

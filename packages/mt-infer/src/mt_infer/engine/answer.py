@@ -9,8 +9,8 @@ from typing import Any
 
 from mt_tokenizer import Tokenizer
 
+from mt_infer.choosing.grammar import Grammar
 from mt_infer.completion import Completion, Delta, End
-from mt_infer.engine.grammar import Grammar
 from mt_infer.engine.request import Request
 from mt_infer.sampling import Sampling
 from mt_infer.text import StopTexts, TextStream

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mt_infer.choosing import NO_TOKEN, choose_rows, no_token_error, uniform
+from mt_infer.choosing.draws import NO_TOKEN, choose_rows, no_token_error, uniform
+from mt_infer.choosing.processors import adjust
 from mt_infer.completion import End
 from mt_infer.engine.answer import Answer, Logprobs, is_wanted
-from mt_infer.engine.processors import adjust
 from mt_infer.engine.request import Part
 
 

@@ -11,7 +11,7 @@ import torch
 from mt_model import GPT
 from torch import Tensor
 
-from mt_infer.choosing import NO_TOKEN
+from mt_infer.choosing.draws import NO_TOKEN
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.chooser import Wanted, choose_next
 from mt_infer.engine.options import EngineOptions

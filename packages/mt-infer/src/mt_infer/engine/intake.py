@@ -12,9 +12,9 @@ from typing import Any, TypedDict, cast
 from mt_model import ModelConfig
 from mt_tokenizer import Tokenizer
 
+from mt_infer.choosing.grammar import Grammars
 from mt_infer.engine.adapters import AdapterNames, adapter_of_each
 from mt_infer.engine.answer import Answer, is_wanted
-from mt_infer.engine.grammar import Grammars
 from mt_infer.engine.request import Request
 from mt_infer.images import Image, Images, Pixels, Preprocess, images_of_each, place_images
 from mt_infer.sampling import Sampling

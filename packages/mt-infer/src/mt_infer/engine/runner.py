@@ -16,7 +16,8 @@ from mt_schedule import make_schedule
 from torch import Tensor
 
 from mt_infer.engine.arrays import Places, Spans, cut, rows_of, slots_of
-from mt_infer.engine.host import HostPages, Move
+from mt_infer.engine.host import Move
+from mt_infer.engine.host_pages import HostPages
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.request import Request, Span, StateCopy
 
