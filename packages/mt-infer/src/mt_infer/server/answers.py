@@ -21,6 +21,7 @@ from mt_infer.server.prompts import Prompt
 from mt_infer.server.refusal import RefusedError
 from mt_infer.server.serving import Ask, Serving, until_gone
 
+_COMPACT = (",", ":")
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
@@ -168,7 +169,7 @@ async def _lines(
 def _events(bodies: Iterable[Mapping[str, Any]], *, named: bool) -> str:
     return "".join(
         (f"event: {body['type']}\n" if named else "")
-        + f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
+        + f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False, separators=_COMPACT)}\n\n"
         for body in bodies
     )
 
