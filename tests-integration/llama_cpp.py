@@ -1,4 +1,4 @@
-"""Ask llama.cpp, in a process that has the wheel xllamacpp.
+"""Send requests to llama.cpp, which the wheel xllamacpp brings into this process.
 
 The standard input is JSON: a list of files, each with its requests, pairs of a route of llama.cpp's
 server and a body. The last line of the standard output is JSON: the answers.

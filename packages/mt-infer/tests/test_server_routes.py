@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pydantic import BaseModel
 from serving import Site, served
 
 CORPUS = ['{"name": "to be", "parameters": {"city": "Paris"}}\n', "or not to be\n"] * 20
-TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}\
+TEMPLATE = """{# <think> #}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}\
 {% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
 {% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}{{ effort or '' }}<|assistant|>"""
 TALK: list[Any] = [{"role": "user", "content": "to be or not"}]
@@ -198,6 +199,50 @@ def test_a_call_that_is_asked_for_comes_and_its_result_goes_back(
     how["tool_choice"] = "auto"
     answer = client.chat.completions.create(messages=talk, **how | {"max_tokens": 3})
     assert answer.choices[0].message.content is not None
+
+
+# What the answer is made to be, and how it is then taken apart.
+SPOKEN: list[tuple[str, list[tuple[str, str]], str]] = [
+    ("<think>it rains</think>to be", [], "stop"),
+    (
+        '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>',
+        [("weather", '{"city": "Oslo"}')],
+        "tool_calls",
+    ),
+    (
+        '<think>ok</think>be<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+        '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>',
+        [("weather", "{}"), ("weather", '{"city": "Paris"}')],
+        "tool_calls",
+    ),
+    ('<tool_call>{"name": "other", "arguments": {}}</tool_call>', [], "stop"),
+    ('<tool_call>{"name": "weather", "arguments": [1]}</tool_call>', [], "stop"),
+]
+
+
+@pytest.mark.parametrize(("text", "calls", "end"), SPOKEN)
+def test_reasoning_and_calls_are_taken_apart_whole_and_in_events(
+    client: OpenAI, text: str, calls: list[tuple[str, str]], end: str
+) -> None:
+    how: Any = {"model": "model", "messages": TALK, "tools": TOOLS, "max_tokens": 200}
+    how["extra_body"] = {"regex": re.escape(text)}
+    whole = client.chat.completions.create(**how).choices[0]
+    assert whole.finish_reason == end
+    found = [(e.function.name, e.function.arguments) for e in whole.message.tool_calls or ()]
+    assert found == calls
+    thought = text.partition("<think>")[2].partition("</think>")[0]
+    assert getattr(whole.message, "reasoning_content", "") == thought
+    parts = [each.choices[0] for each in client.chat.completions.create(stream=True, **how)]
+    assert parts[-1].finish_reason == end
+    said = "".join(each.delta.content or "" for each in parts)
+    assert said == (whole.message.content or "")
+    mine = [getattr(each.delta, "reasoning_content", None) or "" for each in parts]
+    assert "".join(mine) == thought
+    if calls:
+        changes = [change for each in parts for change in each.delta.tool_calls or ()]
+        for index, call in enumerate(calls):
+            own = [each.function for each in changes if each.index == index]
+            assert (own[0].name, "".join(each.arguments for each in own)) == call
 
 
 class Place(BaseModel):

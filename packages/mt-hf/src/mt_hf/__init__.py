@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from mt_hf.reading.pretrained import open_pretrained as open_pretrained
     from mt_hf.reading.registry import find_family as find_family
     from mt_hf.reading.registry import known_families as known_families
+    from mt_hf.trtllm.checkpoint import TRTLLMReport as TRTLLMReport
+    from mt_hf.trtllm.checkpoint import export_trtllm as export_trtllm
+    from mt_hf.trtllm.description import TRTLLMType as TRTLLMType
     from mt_hf.writing.beside import files_beside as files_beside
     from mt_hf.writing.checkpoint import export_checkpoint as export_checkpoint
     from mt_hf.writing.checkpoint import import_pretrained as import_pretrained

@@ -73,8 +73,7 @@ def _normed(
     y = x_wide * rstd if x_wide is x else x_wide.mul_(rstd)
     if rounds_first:
         return y.to(x.dtype).mul_(weight), rstd
-    factor = weight.to(wide)
-    return y.mul_(factor + 1 if zero_centered else factor).to(x.dtype), rstd
+    return y.mul_(weight.to(wide) + 1 if zero_centered else weight).to(x.dtype), rstd
 
 
 class _FewPasses(torch.autograd.Function):

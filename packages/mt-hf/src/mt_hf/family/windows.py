@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -57,6 +58,15 @@ def windows_of(config: ModelConfig) -> list[int | None]:
     return [mixer.window for mixer in mixers if isinstance(mixer, AttentionConfig)]
 
 
+def whole_and_local(
+    config: ModelConfig,
+) -> tuple[AttentionConfig | None, AttentionConfig | None]:
+    """Return the attention of the first layer without a window, and of the first with one."""
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig)]
+    whole = next((mixer for mixer in mixers if mixer.window is None), None)
+    return whole, next((mixer for mixer in mixers if mixer.window is not None), None)
+
+
 def window_fields(config: ModelConfig) -> dict[str, Any]:
     """Return `sliding_window` and `layer_types` of a model; the caller compares all layers."""
     windows = windows_of(config)
@@ -64,3 +74,19 @@ def window_fields(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": next((size for size in windows if size is not None), None),
         "layer_types": tuple(_FULL if size is None else _SLIDING for size in windows),
     }
+
+
+def window_period(windows: Sequence[int | None], usual: int) -> int | None:
+    """Return the distance between layers without a window, the last of each group.
+
+    Args:
+        windows: Window of each layer.
+        usual: The distance to return if it fits.
+
+    Returns:
+        The distance; None if it is not the same for all.
+    """
+    slides = [size is not None for size in windows]
+    periods = (usual, *range(1, len(windows) + 2))
+    fits = (p for p in periods if slides == [bool((i + 1) % p) for i in range(len(windows))])
+    return next(fits, None)

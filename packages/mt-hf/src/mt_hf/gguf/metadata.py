@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +19,7 @@ from mt_model import (
 
 from mt_hf.family.decoder import first_mixer
 from mt_hf.family.error import ExchangeError
-from mt_hf.family.windows import windows_of
+from mt_hf.family.windows import whole_and_local, window_period, windows_of
 from mt_hf.gguf.tensors import GEMMAS, architecture_of
 from mt_hf.writing.source import NamedTensors
 
@@ -125,10 +125,10 @@ def _gemma_problems(
         yield "it lacks a soft cap of scores or of logits, and gemma2 has both"
     if architecture == "gemma3" and config.logit_softcap is not None:
         yield "its logits have a soft cap, and gemma3 has none"
-    local = _local_mixer(config)
+    _, local = whole_and_local(config)
     if local is None:
         yield f"no layer has a window, and {architecture} has layers with one"
-    elif _period(windows_of(config), _PERIOD[architecture]) is None:
+    elif window_period(windows_of(config), _PERIOD[architecture]) is None:
         yield "its layers without a window do not follow each other at equal distances"
     scaled = local is not None and local.rope is not None and local.rope.scaling is not None
     if architecture == "gemma3" and scaled:
@@ -137,8 +137,8 @@ def _gemma_problems(
 
 def _rope_fields(config: ModelConfig, mixer: AttentionConfig) -> dict[str, Any]:
     """Return the fields of the rotary embedding of layers without a window."""
-    whole = (layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig))
-    rope = next((each.rope for each in whole if each.window is None), mixer.rope)
+    whole, _ = whole_and_local(config)
+    rope = (whole or mixer).rope
     if rope is None:
         return {}
     fields = {"rope.dimension_count": mixer.head_dim, "rope.freq_base": rope.theta}
@@ -155,25 +155,11 @@ def _rope_fields(config: ModelConfig, mixer: AttentionConfig) -> dict[str, Any]:
 
 def _window_fields(config: ModelConfig, architecture: str) -> dict[str, Any]:
     """Return the fields of Gemma's layers with a window."""
-    local = _local_mixer(config)
+    _, local = whole_and_local(config)
     if local is None or local.rope is None:
         return {}
     fields = {"attention.sliding_window": local.window, "rope.freq_base_swa": local.rope.theta}
-    period = _period(windows_of(config), _PERIOD[architecture])
+    period = window_period(windows_of(config), _PERIOD[architecture])
     if period != _PERIOD[architecture]:
         fields["attention.sliding_window_pattern"] = period
     return fields
-
-
-def _local_mixer(config: ModelConfig) -> AttentionConfig | None:
-    """Return the attention of the first layer with a window."""
-    mixers = (layer.mixer for layer in config.layers if isinstance(layer.mixer, AttentionConfig))
-    return next((mixer for mixer in mixers if mixer.window is not None), None)
-
-
-def _period(windows: Sequence[int | None], usual: int) -> int | None:
-    """Return the distance between layers without a window; None if it is not the same for all."""
-    slides = [size is not None for size in windows]
-    periods = (usual, *range(1, len(windows) + 2))
-    fits = (p for p in periods if slides == [bool((i + 1) % p) for i in range(len(windows))])
-    return next(fits, None)

@@ -102,7 +102,7 @@ def _end_fields(tokenizer: Tokenizer, ends: Collection[int]) -> dict[str, int]:
 
 
 def _added(tokenizer: Tokenizer, begins: str | None) -> dict[str, Any]:
-    """Return the fields of tokens that are put before and after a prompt."""
+    """Return the fields of the tokens before and after a prompt."""
     plain, whole = tokenizer.encode("a"), tokenizer.encode_prompt("a")
     if begins is not None:
         whole = [tokenizer.special_tokens[begins], *whole]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import tyro
 from mt_files import quick_imports
@@ -12,7 +12,7 @@ from mt_files import quick_imports
 from mt_infer.console import print_text, say
 
 if TYPE_CHECKING:
-    from mt_hf import TextFormat
+    from mt_hf import TextFormat, TRTLLMType
 
     from mt_infer.loading import Run
 
@@ -26,10 +26,16 @@ class Export:
     local cache, such as Qwen/Qwen3-0.6B."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The file to make, for gguf, or the folder; it must not exist."""
-    format: Literal["gguf"]
-    """The format: gguf, a file with weights, tokenizer and chat template; needs mt-infer[gguf]."""
+    format: Literal["gguf", "trtllm"]
+    """The format: gguf, a file with weights, tokenizer and chat template (needs mt-infer[gguf]); or
+    trtllm, a folder with a file of weights for each rank, from which TensorRT-LLM builds engines.
+    """
     type: Literal["f32", "bf16", "f16", "q8_0"] = "bf16"
-    """Format of matrices; q8_0 has 8 bits, and an fp16 scale for 32 weights."""
+    """Format of matrices; q8_0, for gguf, has 8 bits, and an fp16 scale for 32 weights."""
+    tp: int = 1
+    """For trtllm: number of ranks that share each layer."""
+    pp: int = 1
+    """For trtllm: number of stages with a part of the layers each."""
     splitting: str | None = None
     """For gguf: llama.cpp's name of the rule by which the tokenizer splits text, such as gpt-2, if
     it is not found."""
@@ -41,24 +47,56 @@ class Export:
     """Use the moving average of the weights, if training kept one (optimizer.ema)."""
 
     def run_command(self) -> int:
-        """Write the model, print what was written and return the exit status."""
+        """Write the model, print its size and return the exit status."""
         with quick_imports():
-            from mt_hf import export_gguf
-
             from mt_infer.loading import check_ema, open_run
 
+        _check_options(self)
         with open_run(self.run, self.step, download=self.download) as run:
             if self.ema:
                 check_ema(run)
-            text = _text_of(run, self.splitting)
-            made = export_gguf(run.source, self.out, text, kind=self.type, ema=self.ema)
-            if made.context_length < run.config.max_sequence_length:
-                say(
-                    f"the context is {made.context_length} tokens, the model's shortest attention "
-                    f"window: llama.cpp has no windows for {made.architecture}"
-                )
-        print_text(f"{self.out}: {made.architecture}, {made.num_tensors} tensors, {self.type}")
+            made = _gguf(self, run) if self.format == "gguf" else _trtllm(self, run)
+        print_text(f"{self.out}: {made}, {self.type}")
         return 0
+
+
+def _check_options(command: Export) -> None:
+    """Refuse options of the other format."""
+    if command.format == "gguf" and (command.tp, command.pp) != (1, 1):
+        raise ValueError("--tp and --pp are for --format trtllm; a GGUF file is for any number")
+    if command.format == "trtllm" and command.type == "q8_0":
+        raise ValueError("--type q8_0 is for --format gguf; use f32, bf16 or f16")
+    if command.format == "trtllm" and command.splitting is not None:
+        raise ValueError(
+            "--splitting is for --format gguf; TensorRT-LLM reads the tokenizer itself"
+        )
+
+
+def _gguf(command: Export, run: Run) -> str:
+    from mt_hf import export_gguf
+
+    text = _text_of(run, command.splitting)
+    made = export_gguf(run.source, command.out, text, kind=command.type, ema=command.ema)
+    if made.context_length < run.config.max_sequence_length:
+        say(
+            f"the context is {made.context_length} tokens, the model's shortest attention window: "
+            f"llama.cpp has no windows for {made.architecture}"
+        )
+    return f"{made.architecture}, {made.num_tensors} tensors"
+
+
+def _trtllm(command: Export, run: Run) -> str:
+    from mt_hf import export_trtllm
+
+    kind = cast("TRTLLMType", command.type)
+    how = {"tp": command.tp, "pp": command.pp, "ema": command.ema}
+    made = export_trtllm(run.source, command.out, kind=kind, **how)
+    if made.windows is not None:
+        say(
+            "config.json has no attention windows; give the engine max_attention_window "
+            f"{list(made.windows)}"
+        )
+    return f"{made.architecture}, {made.ranks} ranks"
 
 
 def _text_of(run: Run, splitting: str | None) -> TextFormat:

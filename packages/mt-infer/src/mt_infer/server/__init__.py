@@ -15,5 +15,7 @@ if TYPE_CHECKING:
     from mt_infer.server.keys import Keys as Keys
     from mt_infer.server.limits import Limits as Limits
     from mt_infer.server.local import LocalEngine as LocalEngine
+    from mt_infer.server.on_ray import ray_deployment as ray_deployment
+    from mt_infer.server.replicas import Replicas as Replicas
 else:
     __getattr__ = resolve_later(__name__)

@@ -51,6 +51,7 @@ class Writer:
         self.form, self.ended = form, dict[int, Completion]()
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.model = form.model or serving.facts.model
+        self._fingerprints: dict[int | None, str] = {}
 
     def choice(self, index: int, found: Completion) -> dict[str, Any]:
         """Return a whole choice."""
@@ -107,12 +108,14 @@ class Writer:
         )
 
     def _head(self, kind: str, step: int | None) -> dict[str, Any]:
+        if step not in self._fingerprints:
+            self._fingerprints[step] = self.serving.facts.fingerprint(step)
         return {
             "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": self.serving.facts.fingerprint(step),
+            "system_fingerprint": self._fingerprints[step],
         }
 
 

@@ -16,6 +16,7 @@ from mt_model.kernels.cpu import CpuGemm
 _LEAST_ROWS = 4  # fewer take as long or longer, and one row alone sums in another order
 _ROWS = 64  # the number of rows that a layout is made for, which hardly changes it
 _ops: Any = torch.ops.mkldnn
+_linear: Any = getattr(getattr(_ops, "_linear_pointwise", None), "default", None)
 
 
 class Packed(NamedTuple):
@@ -75,7 +76,7 @@ class PackedGemm(CpuGemm):
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias`."""
-        is_plain = x.dtype == weight.dtype and not torch.compiler.is_compiling()
+        is_plain = x.dtype == weight.dtype and x.dim() > 1 and not torch.compiler.is_compiling()
         layout = self.layout_of(weight) if is_plain else None
         if layout is None:
             return super().forward(x, weight, bias)
@@ -100,14 +101,13 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Shape:
         x: [..., in]; bias: [out]. Returns [..., out].
     """
-    rows = x.flatten(0, -2)
-    count = len(rows)
+    count = x.shape[:-1].numel()
+    if count >= _LEAST_ROWS:
+        return _linear(x, weight, bias, "none", [], "")
     if count == 1:
-        rows = rows.expand(_LEAST_ROWS, -1)
-    elif count < _LEAST_ROWS:
-        rows = F.pad(rows, (0, 0, 0, _LEAST_ROWS - count))
-    y = _ops._linear_pointwise(rows, weight, bias, "none", [], "")
-    return (y[:count] if count < _LEAST_ROWS else y).unflatten(0, x.shape[:-1])
+        return _linear(x.expand(_LEAST_ROWS, *x.shape[1:]), weight, bias, "none", [], "")[:1]
+    rows = F.pad(x.flatten(0, -2), (0, 0, 0, _LEAST_ROWS - count))
+    return _linear(rows, weight, bias, "none", [], "")[:count].unflatten(0, x.shape[:-1])
 
 
 def packed_obstacle(like: Tensor, *_: int) -> str | None:
@@ -129,6 +129,6 @@ def _missing(dtype: torch.dtype) -> str | None:
         with torch.inference_mode():
             weight = torch.ones(8, 8, dtype=dtype, device="cpu")
             found = onednn_linear(weight, _ops._reorder_linear_weight(weight, _ROWS), None)
-    except (AttributeError, RuntimeError) as error:
+    except (AttributeError, RuntimeError, TypeError) as error:
         return f"this build of torch or this processor lacks it ({str(error).splitlines()[0]})"
     return None if bool((found == 8).all()) else "its products are wrong"

@@ -1,4 +1,4 @@
-"""Models as GGUF files: transformers and llama.cpp read them and compute what mt computes.
+"""Models for other engines: transformers and llama.cpp compute what mt computes of GGUF files.
 
 llama.cpp is the wheel xllamacpp in an environment of its own, in the campaign.
 """
@@ -207,12 +207,40 @@ def test_each_type_is_within_its_bound(folder, tmp_path) -> None:
         assert (blocks != rounded).any()
 
 
-def test_a_run_gives_the_file_of_the_folder_that_it_came_from(folder, tmp_path) -> None:
-    source = folder("llama")
+def test_a_run_gives_the_files_of_the_folder_that_it_came_from(folder, tmp_path) -> None:
+    source = folder("mixtral")
     import_pretrained(source, tmp_path / "run")
     first = exported(source, tmp_path / "first" / "model.gguf", "--type", "q8_0")
     second = exported(tmp_path / "run", tmp_path / "second" / "model.gguf", "--type", "q8_0")
     assert first.read_bytes() == second.read_bytes()
+    for name, given in (("one", source), ("other", tmp_path / "run")):
+        with pytest.raises(SystemExit) as ended:
+            mt_infer_command(
+                ["export", str(given), str(tmp_path / name), "--format", "trtllm", "--tp", "2"]
+            )
+        assert ended.value.code == 0
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["config.json", "rank0.safetensors", "rank1.safetensors"]
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["gguf", "--tp", "2"], "--tp and --pp are for --format trtllm"),
+        (["trtllm", "--type", "q8_0"], "--type q8_0 is for --format gguf"),
+        (["trtllm", "--splitting", "gpt-2"], "--splitting is for --format gguf"),
+    ],
+)
+def test_options_of_the_other_format_are_refused(folder, tmp_path, capsys, options, reason) -> None:
+    with pytest.raises(SystemExit) as ended:
+        mt_infer_command(
+            ["export", str(folder("qwen2")), str(tmp_path / "out"), "--format", *options]
+        )
+    assert ended.value.code == 2
+    assert reason in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_it_says_how_text_is_read_and_ends(folder, tokenizer, tmp_path) -> None:

@@ -1,0 +1,1 @@
+"""Writing of checkpoints of TensorRT-LLM, from which it builds its engines."""
