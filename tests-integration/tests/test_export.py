@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -309,18 +310,24 @@ def test_a_model_that_llama_cpp_would_compute_otherwise_is_refused(
 
 def test_other_ways_to_fail_are_named_and_leave_no_file(folder, tokenizer, tmp_path) -> None:
     source, out = open_pretrained(folder("qwen2")), tmp_path / "model.gguf"
-    strange = train_tokenizer(TEXTS, 270, pattern=r"\w+|\W")
-    with pytest.raises(ExchangeError, match="known are gpt-2, smollm"):
-        export_gguf(source, out, TextFormat(tokenizer=strange))
     with pytest.raises(ExchangeError, match="4 tokens end a text"):
         export_gguf(source, out, TextFormat(tokenizer=tokenizer, ends=range(4)))
     out.write_text("mine")
     with pytest.raises(ExchangeError, match="exists"):
         export_gguf(source, out, TextFormat(tokenizer=tokenizer))
     assert out.read_text() == "mine"
-    named = TextFormat(tokenizer=strange, splitting="gpt-2")
-    export_gguf(source, tmp_path / "named.gguf", named)
-    assert fields_of(tmp_path / "named.gguf")["tokenizer.ggml.pre"] == "gpt-2"
+
+
+def test_a_rule_for_splitting_that_llama_cpp_lacks_is_told(folder, tmp_path, capsys) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(folder("qwen2"), source)
+    train_tokenizer(TEXTS, 270, pattern="code").save(source / "tokenizer.json")
+    out = exported(source, tmp_path / "model.gguf")
+    assert "makes other tokens of some texts" in capsys.readouterr().err
+    assert fields_of(out)["tokenizer.ggml.pre"] == "llama-bpe"
+    out = exported(source, tmp_path / "named.gguf", "--splitting", "gpt-2")
+    assert capsys.readouterr().err == ""
+    assert fields_of(out)["tokenizer.ggml.pre"] == "gpt-2"
 
 
 def test_a_value_beyond_fp16_is_refused(folder, tokenizer, tmp_path) -> None:

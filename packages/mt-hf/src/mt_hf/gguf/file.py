@@ -58,11 +58,14 @@ class GGUFReport:
         architecture: llama.cpp's name of the architecture.
         num_tensors: Number of tensors.
         context_length: Longest sequence for which llama.cpp computes the model.
+        is_split_alike: Whether llama.cpp splits text by the tokenizer's rule; else by one like it,
+            which makes other tokens of some texts.
     """
 
     architecture: str
     num_tensors: int
     context_length: int
+    is_split_alike: bool
 
 
 def export_gguf(
@@ -104,6 +107,13 @@ def export_gguf(
     with open_source(source, ema=ema) as tensors:
         config, architecture = tensors.config, architecture_of(tensors.family)
         rows = text.tokenizer.vocab_size  # an engine would draw the padding's tokens
+        vocabulary, is_split_alike = vocabulary_fields(
+            text.tokenizer,
+            rows=rows,
+            ends=text.ends,
+            begins=text.begins,
+            splitting=text.splitting,
+        )
         fields: dict[str, Any] = {
             "general.type": "model",
             "general.name": path.stem,
@@ -111,13 +121,7 @@ def export_gguf(
             "general.quantization_version": gguf.GGML_QUANT_VERSION,
             **metadata_of(tensors),
             f"{architecture}.vocab_size": rows,
-            **vocabulary_fields(
-                text.tokenizer,
-                rows=rows,
-                ends=text.ends,
-                begins=text.begins,
-                splitting=text.splitting,
-            ),
+            **vocabulary,
         }
         if text.template is not None:
             fields["tokenizer.chat_template"] = text.template
@@ -149,7 +153,12 @@ def export_gguf(
                 writer.write_tensor_data(_encoded(gguf, name, each, kind))
             writer.flush()
     length = context_length(config, architecture)
-    return GGUFReport(architecture=architecture, num_tensors=len(shapes), context_length=length)
+    return GGUFReport(
+        architecture=architecture,
+        num_tensors=len(shapes),
+        context_length=length,
+        is_split_alike=is_split_alike,
+    )
 
 
 def _writer(gguf: Any, architecture: str, fields: Mapping[str, Any]) -> Any:

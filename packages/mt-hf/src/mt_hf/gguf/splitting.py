@@ -6,10 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mt_files import shorten
-
-from mt_hf.family.error import ExchangeError
-
 _ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -22,7 +18,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
 )
-_DIGITS = "one digit at a time"
+_DIGITS, _OTHER = "one digit at a time", "another rule"
 RULES: Mapping[tuple[str, ...], str] = MappingProxyType(
     {
         (_GPT2,): "gpt-2",
@@ -32,24 +28,14 @@ RULES: Mapping[tuple[str, ...], str] = MappingProxyType(
         (_TEKKEN,): "tekken",
     }
 )
+NEAREST = "llama-bpe"  # the longest rule, for tokenizers with a rule of their own
 
 
-def splitting_of(record: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name of the rule of a tokenizer.json.
-
-    Raises:
-        ExchangeError: llama.cpp is not known to have it.
-    """
+def splitting_of(record: Mapping[str, Any]) -> str | None:
+    """Return llama.cpp's name of the rule of a tokenizer.json; None if it has no such rule."""
     before = record.get("pre_tokenizer") or {}
     steps = before.get("pretokenizers", [before])
-    rules = tuple(rule for step in steps if (rule := _rule(step)) is not None)
-    if rules not in RULES:
-        raise ExchangeError(
-            f"the tokenizer splits text by {shorten(rules)}, for which llama.cpp's name is not "
-            f"known; known are {', '.join(RULES.values())}. If llama.cpp has it, give its name "
-            "with --splitting"
-        )
-    return RULES[rules]
+    return RULES.get(tuple(rule for step in steps if (rule := _rule(step)) is not None))
 
 
 def _rule(step: Mapping[str, Any]) -> str | None:
@@ -58,7 +44,7 @@ def _rule(step: Mapping[str, Any]) -> str | None:
     if kind == "ByteLevel" and not step.get("add_prefix_space"):
         return _GPT2 if step.get("use_regex", True) else None
     if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
-        return (step.get("pattern") or {}).get("Regex")
+        return (step.get("pattern") or {}).get("Regex", _OTHER)
     if kind == "Digits" and step.get("individual_digits"):
         return _DIGITS
-    return f"{kind} with {shorten({k: v for k, v in step.items() if k != 'type'})}"
+    return _OTHER

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mt_files import require, shorten
 
 from mt_hf.family.error import ExchangeError
-from mt_hf.gguf.splitting import splitting_of
+from mt_hf.gguf.splitting import NEAREST, splitting_of
 
 if TYPE_CHECKING:
     from mt_tokenizer import Tokenizer
@@ -41,11 +41,13 @@ class Vocabulary:
         model: `gpt2` for byte-level BPE, or `llama` for sentencepiece's BPE.
         tokens: Name and kind of each token, by id.
         rest: Other fields: merges or scores, and the rule for splitting text.
+        is_split_alike: Whether llama.cpp has the tokenizer's rule for splitting text.
     """
 
     model: str
     tokens: Mapping[int, tuple[str, Kind]]
     rest: Mapping[str, Any]
+    is_split_alike: bool = True
 
 
 def vocabulary_fields(
@@ -55,8 +57,8 @@ def vocabulary_fields(
     ends: Collection[int],
     begins: str | None = None,
     splitting: str | None = None,
-) -> dict[str, Any]:
-    """Return the fields of a tokenizer, by key.
+) -> tuple[dict[str, Any], bool]:
+    """Return the fields of a tokenizer by key, and whether llama.cpp splits text as it does.
 
     Args:
         tokenizer: The tokenizer.
@@ -87,7 +89,8 @@ def vocabulary_fields(
     unknown = (n for n, (_, kind) in found.tokens.items() if kind is Kind.UNKNOWN)
     if (number := next(unknown, None)) is not None:
         fields["unknown_token_id"] = number
-    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    return named, found.is_split_alike
 
 
 def _end_fields(tokenizer: Tokenizer, ends: Collection[int]) -> dict[str, int]:
@@ -136,8 +139,9 @@ def _json(record: Mapping[str, Any], splitting: str | None) -> Vocabulary:
         tokens[each["id"]] = (each["content"], kind)
     if "ByteLevel" in kinds:
         joined = [" ".join(pair) for pair in merges]
-        rest = {"pre": splitting or splitting_of(record), "merges": joined}
-        return Vocabulary(model="gpt2", tokens=tokens, rest=rest)
+        rule = splitting or splitting_of(record)
+        rest = {"pre": rule or NEAREST, "merges": joined}
+        return Vocabulary(model="gpt2", tokens=tokens, rest=rest, is_split_alike=rule is not None)
     for number, (name, kind) in tokens.items():
         if name == model.get("unk_token"):
             tokens[number] = (name, Kind.UNKNOWN)

@@ -82,6 +82,11 @@ def _gguf(command: Export, run: Run) -> str:
             f"the context is {made.context_length} tokens, the model's shortest attention window: "
             f"llama.cpp has no windows for {made.architecture}"
         )
+    if not made.is_split_alike:
+        say(
+            "llama.cpp has no rule that splits text as this tokenizer does; by the file's rule it "
+            "makes other tokens of some texts. Send it tokens, or name a rule with --splitting"
+        )
     return f"{made.architecture}, {made.num_tensors} tensors"
 
 
