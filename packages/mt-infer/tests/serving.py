@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -79,3 +83,57 @@ def wait_for(is_true: Any, seconds: float = 20) -> None:
     while not is_true():
         assert time.monotonic() < end, "it never became true"
         time.sleep(0.01)
+
+
+class Process:
+    """`mt-infer serve` of a run as a process, whose log is beside the run.
+
+    Args:
+        run: The run.
+        options: Options of the command.
+        key: Key of a client.
+        admin: Key of an admin.
+    """
+
+    def __init__(
+        self, run: Path, *options: str, key: str | None = None, admin: str | None = None
+    ) -> None:
+        self.log = run.parent / "log.jsonl"
+        command = [sys.executable, "-m", "mt_infer", "serve", str(run), "--port=0", *options]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert self.process.stdout is not None
+        with self.process.stdout as output:
+            line = output.readline()
+        found = re.fullmatch(r"listening on http://127.0.0.1:(\d+)\n", line)
+        assert found, self.log.read_text()
+        self.site = Site(port=int(found[1]), key=key)
+        self.admin = Site(port=int(found[1]), key=admin)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def engines(self) -> list[int]:
+        """Numbers of the engines' processes."""
+        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        return list(map(int, Path(children).read_text().split()))
+
+    def complete(self, body: dict[str, Any]) -> Answer:
+        """Send a request for a completion."""
+        return self.site.post("/v1/completions", body)
+
+    def metric(self, name: str) -> float:
+        """Return a metric of the server."""
+        found = re.search(rf"^mt:{name} (\S+)$", self.site.get("/metrics").text, re.MULTILINE)
+        assert found, name
+        return float(found[1])
+
+    def is_idle(self) -> bool:
+        """Return whether no request runs or waits, and no block is used."""
+        waiting = self.metric("num_requests_running") + self.metric("num_requests_waiting")
+        return waiting == 0 and self.metric("kv_cache_usage_perc") == 0

@@ -7,14 +7,11 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mt_ckpt import RunFolder, SavedModel, SavedTokenizer, param_shards, save_checkpoint
@@ -23,7 +20,7 @@ from mt_infer import Engine, Sampling
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tokenizer import load_tokenizer
-from serving import Answer, Site, wait_for
+from serving import Answer, Process, wait_for
 
 CONFIG = gpt(
     vocab_size=264,
@@ -49,43 +46,6 @@ def save_step(folder: RunFolder, step: int) -> None:
         save_checkpoint(folder.checkpoints, step, shards, metadata)
 
 
-class Process:
-    """A server's process, with what it prints."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.log = folder / "log.jsonl"
-        command = [sys.executable, "-m", "mt_infer", "serve", str(folder / "run"), "--port=0"]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*command, *options], stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        assert self.process.stdout is not None
-        with self.process.stdout as output:
-            line = output.readline()
-        found = re.fullmatch(r"listening on http://127.0.0.1:(\d+)\n", line)
-        assert found, self.log.read_text()
-        self.site = Site(port=int(found[1]), key=KEY)
-        self.admin = Site(port=int(found[1]), key=ADMIN)
-
-    @property
-    def engine(self) -> int:
-        """Number of the engine's process."""
-        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        return int(Path(children).read_text().split()[0])
-
-    def complete(self, body: dict[str, Any]) -> Answer:
-        return self.site.post("/v1/completions", body)
-
-    def metric(self, name: str) -> float:
-        found = re.search(rf"^mt:{name} (\S+)$", self.site.get("/metrics").text, re.MULTILINE)
-        assert found, name
-        return float(found[1])
-
-    def is_idle(self) -> bool:
-        waiting = self.metric("num_requests_running") + self.metric("num_requests_waiting")
-        return waiting == 0 and self.metric("kv_cache_usage_perc") == 0
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, module_run: Callable[..., Path]) -> Path:
     path = tmp_path_factory.mktemp("served")
@@ -99,10 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, module_run: Callable[..., P
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Process]:
     keys = f"--api-key-file={folder / 'keys'}", f"--admin-key-file={folder / 'admins'}"
-    made = Process(folder, "--follow", "--max-batch=16", *keys)
-    yield made
-    made.process.kill()
-    made.process.wait()
+    options = "--follow", "--max-batch=16", *keys
+    with Process(folder / "run", *options, key=KEY, admin=ADMIN) as made:
+        yield made
 
 
 def test_answers_are_the_engines(server: Process, folder: Path) -> None:
@@ -186,7 +145,7 @@ def test_follow_serves_each_saved_step_without_an_error(server: Process, folder:
 def test_a_killed_engine_is_seen_and_started_again(server: Process) -> None:
     long = ASK | {"max_tokens": 4000}
     for _ in range(3):
-        engine = server.engine
+        engine = server.engines[0]
         with ThreadPoolExecutor(4) as pool:
             held = [pool.submit(server.complete, long) for _ in range(4)]
             wait_for(lambda: server.metric("num_requests_running") > 0)
@@ -198,7 +157,7 @@ def test_a_killed_engine_is_seen_and_started_again(server: Process) -> None:
         assert server.complete(ASK).status == 503
         wait_for(lambda: server.site.get("/ready").status == 200, 120)
         assert server.complete(ASK).status == 200
-        assert server.engine != engine
+        assert server.engines[0] != engine
 
 
 def test_sigterm_lets_accepted_requests_end(server: Process) -> None:
@@ -206,7 +165,7 @@ def test_sigterm_lets_accepted_requests_end(server: Process) -> None:
     with ThreadPoolExecutor(4) as pool:
         held = [pool.submit(server.complete, long) for _ in range(4)]
         wait_for(lambda: server.metric("num_requests_running") > 0)
-        engine = server.engine
+        engine = server.engines[0]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
     assert {each.result().status for each in held} == {200}

@@ -56,6 +56,9 @@ class Serve:
     model."""
     max_batch: int = 64
     """Largest number of requests in a pass."""
+    replicas: int = 1
+    """Number of engines, each with the model in a process of its own; a request goes to the one
+    that has seen the beginning of its prompt, or to the one with the least work."""
     max_queue: int = 256
     """Largest number of requests that wait; more are refused until some have ended."""
     max_body_bytes: int = 8 << 20
@@ -92,6 +95,8 @@ class Serve:
     def _setup(self) -> Setup:
         from mt_infer.server.process import Setup
 
+        if self.replicas < 1:
+            raise ValueError(f"--replicas {self.replicas}: use 1 or more")
         named = [each.partition("=") for each in self.adapter]
         wrong = next((name for name, _, folder in named if not (name and folder)), None)
         if wrong is not None:
@@ -115,16 +120,20 @@ class Serve:
         from mt_infer.server.app import create_app
         from mt_infer.server.http import Server, bound
         from mt_infer.server.process import EngineProcess
+        from mt_infer.server.replicas import Replicas
 
+        how = {"max_stream_bytes": limits.max_stream_bytes}
+        engines = [EngineProcess(setup, **how) for _ in range(self.replicas)]
+        backend = engines[0] if self.replicas == 1 else Replicas(engines)
         with bound(self.host, self.port) as listener:
             port = listener.getsockname()[1]
             shown = f"[{self.host}]" if ":" in self.host else self.host
-            engine = EngineProcess(setup, max_stream_bytes=limits.max_stream_bytes)
             try:
-                await engine.start()
-                app = create_app(engine, keys=keys, limits=limits)
+                for each in engines:  # one after the other, as a failure would be that of all
+                    await each.start()
+                app = create_app(backend, keys=keys, limits=limits)
                 line = f"listening on http://{shown}:{port}"
                 await Server(app, limits, lambda: print_text(line)).serve([listener])
             finally:
-                await engine.close()
+                await backend.close()
         return 0

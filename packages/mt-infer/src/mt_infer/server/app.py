@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -56,11 +56,11 @@ def create_app(
 
 
 def _backend(engine: Engine | Backend) -> Backend:
-    if isinstance(engine, Backend):
-        return engine
+    if hasattr(type(engine), "is_ready"):  # by its class, as facts may not be known yet
+        return cast("Backend", engine)
     from mt_infer.server.local import LocalEngine
 
-    return LocalEngine(engine)
+    return LocalEngine(cast("Engine", engine))
 
 
 async def _no_route(_: Request, error: Exception) -> Response:

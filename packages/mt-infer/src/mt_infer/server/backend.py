@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 from mt_tokenizer import Tokenizer
 
@@ -82,7 +82,6 @@ class EngineFailedError(RuntimeError):
     """The engine failed for one request, and serves others."""
 
 
-@runtime_checkable
 class Backend(Protocol):
     """An engine as a server uses it, on one event loop.
 

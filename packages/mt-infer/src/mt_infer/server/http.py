@@ -7,6 +7,7 @@ import ipaddress
 import json
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -103,13 +104,15 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Stop at a signal, and end with 0: this process has no torch, whose C++ would hold it."""
+        is_main = threading.current_thread() is threading.main_thread()
+        caught = (signal.SIGTERM, signal.SIGINT) if is_main else ()
         loop = asyncio.get_running_loop()
-        for each in (signal.SIGTERM, signal.SIGINT):
+        for each in caught:
             loop.add_signal_handler(each, self._stop)
         try:
             yield
         finally:
-            for each in (signal.SIGTERM, signal.SIGINT):
+            for each in caught:
                 loop.remove_signal_handler(each)
 
     def _stop(self) -> None:

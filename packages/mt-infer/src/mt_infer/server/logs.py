@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import time
+from traceback import format_tb
 from typing import TextIO
 
 _USUAL = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
-_LONGEST = 4000
+_LONGEST, _DEEP = 4000, 20
 
 
 class JsonFormatter(logging.Formatter):
@@ -24,7 +25,8 @@ class JsonFormatter(logging.Formatter):
         }
         line |= {name: x for name, x in record.__dict__.items() if name not in _USUAL}
         if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)[-_LONGEST:]
+            kind, _, where = record.exc_info  # the error's text may have what a client has sent
+            line |= {"error": getattr(kind, "__name__", ""), "traceback": format_tb(where)[-_DEEP:]}
         return json.dumps(line, default=str)
 
 
@@ -33,4 +35,5 @@ def log_to(stream: TextIO) -> None:
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    logging.captureWarnings(capture=True)
     logging.getLogger("mt_infer").setLevel(logging.INFO)

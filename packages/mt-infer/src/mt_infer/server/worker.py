@@ -171,11 +171,10 @@ async def _main(descriptor: int) -> int:
         following = asyncio.create_task(worker.follow(engine.engine.run))
         following.add_done_callback(lambda _: os._exit(1))
     await worker.serve()
-    return 0
+    os._exit(0)  # nobody waits for a pass that still runs
 
 
 if __name__ == "__main__":
     os.set_inheritable(int(sys.argv[1]), False)  # noqa: FBT003
     log_to(sys.stderr)
-    status = asyncio.run(_main(int(sys.argv[1])))
-    os._exit(status)  # nobody waits for a pass that still runs
+    sys.exit(asyncio.run(_main(int(sys.argv[1]))))
