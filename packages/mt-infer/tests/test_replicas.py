@@ -11,7 +11,9 @@ import pytest
 from mt_infer import Completion, Engine, EngineOptions, Sampling
 from mt_infer.server.backend import Backend, EngineDownError
 from mt_infer.server.local import LocalEngine
+from mt_infer.server.process import EngineProcess, Setup
 from mt_infer.server.replicas import Replicas
+from mt_model import gpt
 from test_engine import model_of
 
 HOW = Sampling(seed=2, max_tokens=6)
@@ -56,6 +58,31 @@ def test_prompts_with_a_known_beginning_go_where_it_is_cached() -> None:
     assert routed >= 1.3 * in_turns > 0
 
 
+def test_long_prompts_are_computed_by_engines_for_prompts(monkeypatch) -> None:
+    prompt, long = [5, 6], list(range(1, 40))
+    expected = Engine(model_of("llama")).generate([prompt, long, [9, *long]], HOW)
+
+    async def run() -> list[dict[str, int]]:
+        made, (helper, _) = engines(), engines()
+        router = Replicas(made, prefill=[helper])
+        for each, own in zip((prompt, long), expected, strict=False):
+            assert (await answer(router, each)).tokens == own.tokens
+        stats = [await each.stats() for each in (*made, helper)]
+
+        async def end(*_: Any, **__: Any) -> bytes:
+            raise EngineDownError("killed in the hand-over")
+
+        monkeypatch.setattr(helper, "hand_over", end)
+        assert (await answer(router, [9, *long])).tokens == expected[2].tokens
+        assert (await router.stats())["free_blocks"] == 180
+        await router.close()
+        return stats
+
+    *decoding, prefilling = asyncio.run(run())
+    assert sum(each["prefix_tokens"] for each in decoding) == prefilling["prefix_tokens"] == 36
+    assert prefilling["tokens"] == 0
+
+
 def test_requests_at_once_are_shared_and_have_their_own_tokens() -> None:
     asked = [[7] * 20, [7] * 20, [9] * 3, [9] * 3, [1, 2, 3]]
     expected = Engine(model_of("llama")).generate(asked, HOW)
@@ -93,3 +120,25 @@ def test_a_request_without_a_token_goes_to_another_engine(monkeypatch) -> None:
 
     (expected,) = Engine(model_of("llama")).generate([1, 2, 3], HOW)
     assert asyncio.run(run()).tokens == expected.tokens
+
+
+def test_blocks_travel_to_an_engine_in_another_process(write_run, tmp_path) -> None:
+    sizes = {"vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
+    run = write_run(tmp_path / "run", gpt(**sizes, max_sequence_length=64, init_std=0.4))
+    own, prompt = Engine.from_folder(run), list(range(40))
+
+    async def there_and_back() -> tuple[int, int, Completion]:
+        other, here = EngineProcess(Setup(folder=str(run), name="run")), LocalEngine(own)
+        await other.start()
+        sent = await other.take_over(await here.hand_over(prompt))
+        found = await answer(other, prompt)
+        back = await here.take_over(await other.hand_over(prompt[1:]))
+        with pytest.raises(ValueError, match="none of hand_over"):
+            await other.take_over(b"no blocks")
+        for each in (other, here):
+            await each.close()
+        return sent, back, found
+
+    sent, back, found = asyncio.run(there_and_back())
+    assert (sent, back) == (32, 32)
+    assert found.tokens == own.generate([prompt], HOW)[0].tokens

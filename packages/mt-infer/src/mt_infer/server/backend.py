@@ -137,6 +137,20 @@ class Backend(Protocol):
         """Return a vector for each prompt; see `Engine.embed`."""
         ...
 
+    async def hand_over(
+        self,
+        prompt: Sequence[int],
+        *,
+        adapter: str | None = None,
+        service: Service | None = None,
+    ) -> bytes:
+        """Return the keys and values of a prompt's full blocks; see `Engine.hand_over`."""
+        ...
+
+    async def take_over(self, content: bytes) -> int:
+        """Keep blocks of another engine, and return their tokens; see `Engine.take_over`."""
+        ...
+
     async def stats(self) -> dict[str, int]:
         """Return the counts of `Engine.stats`."""
         ...

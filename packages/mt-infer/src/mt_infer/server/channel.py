@@ -123,7 +123,7 @@ class Channel:
     async def _receive(self) -> None:
         try:
             while (found := await next_message(self._reader)) is not None:
-                self._hand_out(found[0])
+                self._hand_out(*found)
         except (EngineDownError, ValueError) as error:
             _log.error("the engine's messages can't be read", extra={"error": str(error)})
 
@@ -133,7 +133,7 @@ class Channel:
             await asyncio.sleep(min(_PING_S, silent_s / 2))
         _log.error("the engine says nothing", extra={"seconds": silent_s})
 
-    def _hand_out(self, message: dict[str, Any]) -> None:
+    def _hand_out(self, message: dict[str, Any], raw: bytes) -> None:
         self._heard = time.monotonic()
         if "facts" in message:
             self._on_facts(message["facts"])
@@ -146,7 +146,7 @@ class Channel:
         if pending.size + size > self._max_stream_bytes:
             pending.clear()
             message = {"error": {"kind": "failed", "text": "the stream is read too slowly"}}
-        pending.put(message, size)
+        pending.put(message | {"raw": raw} if raw else message, size)
 
     def _send(self, message: dict[str, Any], raw: bytes = b"") -> None:
         if self.is_open:

@@ -45,6 +45,7 @@ class Setup:
         step: Step of a run's checkpoint; None for the latest.
         dtype: See `Engine.from_folder`.
         follow: Whether newer steps are loaded as they are committed.
+        device: Number of the GPU, counted on from 0 again behind the last one.
         adapters: Folders of adapters by name.
         options: Fields of `EngineOptions`.
     """
@@ -54,6 +55,7 @@ class Setup:
     step: int | None = None
     dtype: str | None = None
     follow: bool = False
+    device: int = 0
     adapters: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -139,6 +141,23 @@ class EngineProcess:
         """Return a vector for each prompt."""
         given = [list(each) for each in prompts]
         return await self._running.call("embed", prompts=given, pooling=pooling)
+
+    async def hand_over(
+        self,
+        prompt: Sequence[int],
+        *,
+        adapter: str | None = None,
+        service: Service | None = None,
+    ) -> bytes:
+        """Return the keys and values of a prompt's full blocks."""
+        message, _ = asked([prompt], Sampling(), None, adapter, service or Service())
+        async with aclosing(self._running.stream("hand_over", message)) as messages:
+            return (await anext(messages))["raw"]
+
+    async def take_over(self, content: bytes) -> int:
+        """Keep blocks of another engine."""
+        async with aclosing(self._running.stream("take_over", {}, content)) as messages:
+            return (await anext(messages))["done"]
 
     async def stats(self) -> dict[str, int]:
         """Return the counts of `Engine.stats`."""

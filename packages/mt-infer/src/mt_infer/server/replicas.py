@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,7 +15,14 @@ from mt_tokenizer import Tokenizer
 
 from mt_infer.completion import Delta
 from mt_infer.sampling import Sampling
-from mt_infer.server.backend import Backend, EngineDownError, Facts, Picture, Pooling
+from mt_infer.server.backend import (
+    Backend,
+    EngineDownError,
+    EngineFailedError,
+    Facts,
+    Picture,
+    Pooling,
+)
 from mt_infer.service import Service
 
 _BLOCK = 16  # tokens that a key stands for
@@ -56,17 +63,24 @@ class Replicas:
     has a full batch and another one has room; otherwise to the one with the least work. A request
     that has no token yet goes to another engine when its own ends.
 
+    Engines for prompts compute the blocks of a long prompt and hand them over, so that answers of
+    others are not held up by it. Where one ends or refuses meanwhile, the engine that answers
+    computes the prompt itself.
+
     Args:
         backends: The engines.
+        prefill: Engines for prompts alone; they may have other layouts.
     """
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
+    def __init__(self, backends: Sequence[Backend], *, prefill: Sequence[Backend] = ()) -> None:
         self._replicas = [_Replica(backend=each) for each in backends]
+        self._prefill = [_Replica(backend=each) for each in prefill]
 
     @property
     def facts(self) -> Facts:
         """The model, and the room of all engines; the step is an engine's that serves."""
-        first, *others = (each.backend.facts for each in self._ready() or self._replicas)
+        ready = [each for each in self._replicas if each.backend.is_ready]
+        first, *others = (each.backend.facts for each in ready or self._replicas)
         digests = dict(first.digests)
         for facts in others:
             digests |= facts.digests
@@ -86,7 +100,7 @@ class Replicas:
     @property
     def is_ready(self) -> bool:
         """Whether one engine serves."""
-        return bool(self._ready())
+        return any(each.backend.is_ready for each in self._replicas)
 
     async def stream(
         self,
@@ -103,11 +117,13 @@ class Replicas:
         how = {"images": images, "adapter": adapter, "service": service}
         tried: list[_Replica] = []
         while True:
-            replica = self._chosen(keys, tried)
+            replica = _chosen(self._replicas, keys, tried)
             count, has_begun = len(prompts) * sampling.n, False
             replica.load += count
-            replica.note(keys)
             try:
+                if keys and replica.matched(keys) < len(keys):
+                    await self._prefilled(replica, prompts[0], adapter, service)
+                replica.note(keys)
                 async with aclosing(replica.backend.stream(prompts, sampling, **how)) as deltas:
                     async for delta in deltas:
                         has_begun = True
@@ -115,7 +131,8 @@ class Replicas:
             except EngineDownError:
                 replica.known.clear()
                 tried.append(replica)
-                if has_begun or not set(self._ready()) - set(tried):
+                others = [each for each in self._replicas if each not in tried]
+                if has_begun or not any(each.backend.is_ready for each in others):
                     raise
             else:
                 return
@@ -126,53 +143,104 @@ class Replicas:
         self, prompts: Sequence[Sequence[int]], pooling: Pooling = "last"
     ) -> list[list[float]]:
         """Return a vector for each prompt, by one engine."""
-        return await self._chosen([], []).backend.embed(prompts, pooling)
+        return await _chosen(self._replicas, [], []).backend.embed(prompts, pooling)
+
+    async def hand_over(
+        self, prompt: Sequence[int], *, adapter: str | None = None, service: Service | None = None
+    ) -> bytes:
+        """Return the keys and values of a prompt's full blocks, from one engine."""
+        backend = _chosen(self._prefill or self._replicas, [], []).backend
+        return await backend.hand_over(prompt, adapter=adapter, service=service)
+
+    async def take_over(self, content: bytes) -> int:
+        """Keep blocks of another engine in all engines."""
+        return min([await each.backend.take_over(content) for each in self._replicas])
 
     async def stats(self) -> dict[str, int]:
         """Return the sums of all engines' counts."""
-        found = await asyncio.gather(*(each.backend.stats() for each in self._ready()))
+        ready = [each for each in self._all if each.backend.is_ready]
+        found = await asyncio.gather(*(each.backend.stats() for each in ready))
         return dict(sum(map(Counter, found), Counter()))
 
     async def load_step(self, step: int | None = None) -> int | None:
         """Read a checkpoint, one engine after the other, so that the others serve meanwhile."""
-        for each in self._replicas:
+        for each in self._all:
             step = await each.backend.load_step(step)
         return step
 
     async def sleep(self, level: int = 1) -> None:
         """Free memory of all engines."""
-        await asyncio.gather(*(each.backend.sleep(level) for each in self._replicas))
+        await asyncio.gather(*(each.backend.sleep(level) for each in self._all))
 
     async def wake(self) -> None:
         """Serve again."""
-        await asyncio.gather(*(each.backend.wake() for each in self._replicas))
+        await asyncio.gather(*(each.backend.wake() for each in self._all))
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load an adapter into all engines."""
-        for each in self._replicas:
+        for each in self._all:
             await each.backend.load_adapter(name, folder)
 
     async def remove_adapter(self, name: str) -> None:
         """Forget an adapter in all engines."""
-        for each in self._replicas:
+        for each in self._all:
             await each.backend.remove_adapter(name)
 
     async def close(self) -> None:
         """End all engines."""
-        await asyncio.gather(*(each.backend.close() for each in self._replicas))
+        await asyncio.gather(*(each.backend.close() for each in self._all))
 
-    def _ready(self) -> list[_Replica]:
-        return [each for each in self._replicas if each.backend.is_ready]
+    @property
+    def _all(self) -> list[_Replica]:
+        return [*self._replicas, *self._prefill]
 
-    def _chosen(self, keys: Sequence[bytes], tried: Sequence[_Replica]) -> _Replica:
-        """Return the engine for a prompt; those that were tried and ended are left out."""
-        ready = [each for each in self._ready() if each not in tried]
-        if not ready:
-            raise EngineDownError("no engine is ready; try again later")
-        idlest = min(ready, key=lambda each: (each.load, len(each.known)))
-        known = max(ready, key=lambda each: (each.matched(keys), -each.load))
-        is_full = known.load >= known.backend.facts.max_batch > idlest.load
-        return idlest if is_full or not known.matched(keys) else known
+    async def _prefilled(
+        self,
+        replica: _Replica,
+        prompt: Sequence[int],
+        adapter: str | None,
+        service: Service | None,
+    ) -> None:
+        """Let an engine for prompts compute one for a replica, if there is any that can."""
+        if not any(each.backend.is_ready for each in self._prefill):
+            return
+        helper, how = _chosen(self._prefill, [], []), {"adapter": adapter, "service": service}
+        helper.load += 1
+        try:
+            # This can be cancelled, and then the blocks are at hand.
+            reading = helper.backend.stream([prompt], Sampling(max_tokens=0, seed=0), **how)
+            async with aclosing(reading) as deltas:
+                async for _ in deltas:
+                    pass
+            content = await helper.backend.hand_over(prompt, **how)
+        except (EngineDownError, EngineFailedError, ValueError):
+            return
+        finally:
+            helper.load -= 1
+        with suppress(ValueError):  # they may be of two steps for a moment
+            await replica.backend.take_over(content)
+
+
+def _chosen(
+    replicas: Sequence[_Replica], keys: Sequence[bytes], tried: Sequence[_Replica]
+) -> _Replica:
+    """Return the engine for a prompt.
+
+    Args:
+        replicas: The engines.
+        keys: Keys of the prompt's beginnings.
+        tried: Engines that have ended since.
+
+    Raises:
+        EngineDownError: None is ready.
+    """
+    ready = [each for each in replicas if each.backend.is_ready and each not in tried]
+    if not ready:
+        raise EngineDownError("no engine is ready; try again later")
+    idlest = min(ready, key=lambda each: (each.load, len(each.known)))
+    known = max(ready, key=lambda each: (each.matched(keys), -each.load))
+    is_full = known.load >= known.backend.facts.max_batch > idlest.load
+    return idlest if is_full or not known.matched(keys) else known
 
 
 def keys_of(tokens: Sequence[int], salt: str) -> list[bytes]:

@@ -12,6 +12,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import torch
 from mt_ckpt import RunFolder, latest_checkpoint
 from mt_files import UserError
 
@@ -60,8 +61,7 @@ class Worker:
                 if number in self._tasks:
                     self._tasks[number].cancel()
                 continue
-            work = self._stream(number, message, raw) if name == "stream" else None
-            work = work or self._call(number, name, message)
+            work = self._work(number, name, message, raw)
             self._tasks[number] = asyncio.create_task(self._done(number, work))
 
     async def follow(self, run: Run) -> None:
@@ -81,10 +81,26 @@ class Worker:
                 _log.warning("a step was not loaded", extra={"error": str(error)})
                 self._end_if_asleep()
 
+    def _work(
+        self, number: int, name: str, message: dict[str, Any], raw: bytes
+    ) -> Coroutine[Any, Any, Any]:
+        """Return the work of a request."""
+        if name == "stream":
+            return self._stream(number, message, raw)
+        if name == "hand_over":
+            given = asked_of(message, b"")
+            how = {"adapter": given["adapter"], "service": given["service"]}
+            return self._engine.hand_over(given["prompts"][0], **how)
+        if name == "take_over":
+            return self._engine.take_over(raw)
+        return self._call(number, name, message)
+
     async def _done(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
         """Send what a request's work returns or raises."""
         try:
-            self._send(number, done=await work)
+            found = await work
+            raw = found if isinstance(found, bytes) else b""
+            self._send(number, raw, done=None if raw else found)
         except Exception as error:  # noqa: BLE001 - the server raises it
             self._send(number, error=error_message(error))
             if not self._engine.is_alive:
@@ -123,16 +139,18 @@ class Worker:
             self._said = changing
             self._writer.write(packed({"facts": facts_message(self._engine.facts)}))
 
-    def _send(self, number: int, **message: Any) -> None:
-        self._writer.write(packed({"id": number, **message}))
+    def _send(self, number: int, raw: bytes = b"", **message: Any) -> None:
+        self._writer.write(packed({"id": number, **message}, raw))
 
 
 def loaded(setup: dict[str, Any]) -> LocalEngine:
     """Load the engine of a setup.
 
     Args:
-        setup: `folder`, `name`, `step`, `dtype`, `adapters` and `options`; see `EngineProcess`.
+        setup: The fields of `Setup`.
     """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(setup["device"] % torch.cuda.device_count())
     how = {name: setup[name] for name in ("step", "dtype", "adapters")}
     engine = Engine.from_folder(setup["folder"], **how, **setup["options"])
     use_threads(engine.model)
