@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from mt_infer import Engine, EngineOptions, Sampling
@@ -67,6 +69,14 @@ def test_status_routes_answer_with_a_key(site: Site) -> None:
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert f"\nmt:{name} 0.0" in text
     assert "mt:time_to_first_token_seconds_bucket" in text
+
+
+def test_the_dashboard_shows_metrics_that_there_are(site: Site) -> None:
+    text = site.get("/metrics").text
+    dashboard = Path(__file__).parent.parent / "examples/grafana.json"
+    names = set(re.findall(r"mt:\w+", dashboard.read_text()))
+    assert len(names) > 10
+    assert not [name for name in names if f"# TYPE {name.removesuffix('_bucket')} " not in text]
 
 
 @pytest.mark.parametrize(
