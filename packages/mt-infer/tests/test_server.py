@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi.routing import APIRoute
 from mt_infer import Engine, EngineOptions, Sampling
 from mt_infer.server import Key, Keys, Limits, create_app
+from mt_infer.server.routes import routers
 from mt_model import GPT, gpt
 from serving import Site, served, wait_for
 
@@ -51,9 +53,16 @@ def test_a_completion_has_the_engines_tokens_and_a_fingerprint(site: Site, engin
 def test_every_route_but_health_needs_a_key(site: Site) -> None:
     bare = Site(port=site.port)
     assert bare.get("/health").body == {"status": "ok"}
-    for path in ("/ready", "/metrics", "/v1/models", "/v1/completions", "/no/such/route", "/"):
-        for key in ("", "Bearer", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {ADMIN}"):
-            found = bare.get(path, Authorization=key)
+    listed = [route for router in routers() for route in router.routes]
+    routes = [each for each in listed if isinstance(each, APIRoute)]
+    assert len(routes) == len(listed)
+    known = {(method, each.path) for each in routes for method in each.methods}
+    assert len(known) > 12
+    unknown = {("GET", "/no/such/route"), ("PUT", "/v1/completions"), ("GET", "/health/")}
+    for method, path in (known | unknown) - {("GET", "/health")}:
+        wrong = KEY if path.startswith("/admin") else ADMIN
+        for key in ("", "Bearer", f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {wrong}"):
+            found = bare.ask(method, path, b"{}", Authorization=key)
             assert (found.status, found.body["error"]["code"]) == (401, "invalid_api_key"), path
 
 

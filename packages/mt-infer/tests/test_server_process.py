@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -30,7 +31,8 @@ CONFIG = gpt(
     max_sequence_length=4096,
     init_std=0.4,
 )
-KEY, ADMIN = "a-client's-key-of-this-test", "an-admin's-key-of-this-test"
+KEY, OTHER = "a-client's-key-of-this-test", "another-client's-key-of-this-test"
+ADMIN = "an-admin's-key-of-this-test"
 SECRET = "a secret that no log may have \x1b[31m"
 ASK = {"model": "run", "prompt": SECRET, "max_tokens": 8, "temperature": 0}
 
@@ -50,7 +52,7 @@ def save_step(folder: RunFolder, step: int) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory, module_run: Callable[..., Path]) -> Path:
     path = tmp_path_factory.mktemp("served")
     module_run(path / "run", CONFIG)
-    for name, key in (("keys", KEY), ("admins", ADMIN)):
+    for name, key in (("keys", f"{KEY}\n{OTHER}"), ("admins", ADMIN)):
         (path / name).write_text(f"# of a test\n{key}\n")
         (path / name).chmod(0o600)
     return path
@@ -59,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, module_run: Callable[..., P
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Process]:
     keys = f"--api-key-file={folder / 'keys'}", f"--admin-key-file={folder / 'admins'}"
-    options = "--follow", "--max-batch=16", *keys
+    options = "--follow", "--max-batch=256", *keys
     with Process(folder / "run", *options, key=KEY, admin=ADMIN) as made:
         yield made
 
@@ -88,13 +90,45 @@ def test_a_client_that_leaves_gives_its_blocks_back(server: Process) -> None:
 
 
 def test_another_keys_prefix_is_never_a_hit(server: Process) -> None:
-    def hits(**more: str) -> float:
+    def hits(key: str, salt: str) -> float:
         before = server.metric("prefix_cache_hits_total")
-        assert server.site.post("/v1/completions", ASK | {"prompt": "x" * 64} | more).status == 200
+        body = ASK | {"prompt": "x" * 64, "cache_salt": salt}
+        headers = {"Authorization": f"Bearer {key}"}
+        assert server.site.post("/v1/completions", body, **headers).status == 200
         return server.metric("prefix_cache_hits_total") - before
 
-    assert hits() == 0
-    assert hits() > 0
+    for key in (KEY, OTHER):
+        for salt in ("", "a", "b"):
+            assert hits(key, salt) == 0
+            assert hits(key, salt) > 0
+
+
+def test_200_streams_all_end(server: Process) -> None:
+    body = json.dumps(ASK | {"prompt": "to be", "stream": True, "min_tokens": 8}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+    sent = f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+    async def ask() -> tuple[float, bytes]:
+        begun = time.monotonic()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.site.port)
+        writer.write(sent)
+        first = await reader.readuntil(b"data: ")
+        seconds = time.monotonic() - begun
+        rest = await reader.read()
+        writer.close()
+        return seconds, first + rest
+
+    async def ask_all() -> list[tuple[float, bytes]]:
+        return await asyncio.gather(*(ask() for _ in range(200)))
+
+    found = asyncio.run(ask_all())
+    texts = {b"".join(re.findall(rb'"text":"[^"]*"', text)) for _, text in found}
+    assert all(b" 200 OK" in text and b"data: [DONE]" in text for _, text in found)
+    assert len(texts) == 1
+    assert (
+        sorted(seconds for seconds, _ in found)[-3] < 10
+    )  # 2 on a machine with nothing else to do
+    wait_for(server.is_idle)
 
 
 def test_admin_loads_a_step_and_sleeps(server: Process) -> None:
@@ -177,5 +211,5 @@ def test_sigterm_lets_accepted_requests_end(server: Process) -> None:
     log = server.log.read_text()
     lines = [json.loads(line) for line in log.splitlines()]
     assert all(line.isascii() and line.isprintable() for line in log.splitlines())
-    assert not any(secret in log for secret in (KEY, ADMIN, "a secret that", "to be"))
+    assert not any(secret in log for secret in (KEY, OTHER, ADMIN, "a secret that", "to be"))
     assert {"request", "the engine has ended, and is started again"} <= {x["event"] for x in lines}
