@@ -1,12 +1,12 @@
-"""Training steps of the quickstart model against transformers' LlamaForCausalLM.
+"""Training steps of the quickstart model against transformers' LlamaForCausalLM, and plain torch's.
 
     python tests-integration/benchmarks/train_step.py [--pairs 7] [--steps 4] [--dtype fp32]
         [--onednn] [--no-compile]
 
 Same shape, weights, batch, dtype and threads; both sides first have to give the same loss. Ours
 trains as `mt-train` does (fp32 masters, gradient clipping, layers compiled one by one); theirs is
-torch's fused AdamW on the weights themselves, which in bf16 is less work, and compiled whole. Sides
-alternate, and a ratio is made within each round.
+torch's fused AdamW on the weights themselves, which in bf16 is less work, and compiled whole. So
+does a Llama in plain torch (plain_llama.py). Sides alternate; a ratio is made within each round.
 With --onednn each side is there again with its fp32 products by oneDNN: ours by `Kernels.gemm`,
 theirs with the whole step under torch's switch.
 Prints ratios of speed; above 1 ours is faster. A further side does nothing but the step's matrix
@@ -30,6 +30,7 @@ from mt_optim import AdamW, clip_grad_norm
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_train.config.loading import build_model
 from mt_train.quickstart import load_quickstart
+from plain_llama import PlainLlama
 from torch import Tensor
 
 Step = Callable[[], float]
@@ -66,7 +67,7 @@ def ours(
 
 
 def theirs(config: ModelConfig, batch: dict[str, Tensor], source: GPT, *, compiled: bool) -> Step:
-    """Transformers' Llama with our weights, trained with torch's fused AdamW."""
+    """The step of transformers' Llama with our weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layer = config.layers[0]
@@ -88,12 +89,25 @@ def theirs(config: ModelConfig, batch: dict[str, Tensor], source: GPT, *, compil
         )
     ).to(source.shard.dtype)
     copy_weights(source, llama)
-    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     model = torch.compile(llama) if compiled else llama
+    return torch_step(lambda tokens: model(tokens).logits, llama, batch)
+
+
+def by_hand(config: ModelConfig, batch: dict[str, Tensor], source: GPT, *, compiled: bool) -> Step:
+    """The step of a Llama in plain torch with our weights."""
+    llama = PlainLlama(config, source)
+    return torch_step(torch.compile(llama) if compiled else llama, llama, batch)
+
+
+def torch_step(
+    logits_of: Callable[[Tensor], Tensor], llama: torch.nn.Module, batch: dict[str, Tensor]
+) -> Step:
+    """Train with torch's fused AdamW."""
+    optimizer = torch.optim.AdamW(llama.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     tokens, labels = batch["tokens"], batch["labels"]
 
     def step() -> float:
-        logits = model(tokens).logits
+        logits = logits_of(tokens)
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(llama.parameters(), 1.0)
@@ -207,12 +221,17 @@ def main() -> None:
         for form in forms
     }
     for form in forms:
+        how = {"compiled": form == "compiled"}
+        sides[f"plain torch {form}"] = by_hand(config, batch, weights, **how)
         sides[f"mt {form}"] = ours(config, batch, dtype, compiled=form == "compiled")[0]
     for form in forms if options.onednn else ():
         how = {"compiled": form == "compiled"}
         sides[f"transformers {form} onednn"] = by_onednn(theirs(config, batch, weights, **how))
+        sides[f"plain torch {form} onednn"] = by_onednn(by_hand(config, batch, weights, **how))
         sides[f"mt {form} onednn"] = ours(config, batch, dtype, **how, gemm="onednn")[0]
-    check_equal({name: side() for name, side in sides.items()})
+    check_equal(
+        {name: side() for name, side in sides.items()}, 1e-5 if dtype.itemsize > 2 else 2e-2
+    )
     sides["products"] = products(config, batch, weights)
     for side in sides.values():
         seconds(side, 2)  # warm up
@@ -228,8 +247,9 @@ def main() -> None:
     for name in sides:
         print(f"{name}: {tokens / min(times[name][0] for times in rounds):,.0f} tokens/s at best")
     report = {}
-    for mine in (name for name in sides if not name.startswith("transformers")):
-        for other in (name for name in sides if name.startswith("transformers")):
+    peers = "transformers", "plain torch"
+    for mine in (name for name in sides if not name.startswith(peers)):
+        for other in (name for name in sides if name.startswith(peers)):
             for kind, index in (("wall", 0), ("cpu", 1)):
                 ratios = sorted(times[other][index] / times[mine][index] for times in rounds)
                 low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
@@ -238,11 +258,11 @@ def main() -> None:
     print(json.dumps(report))
 
 
-def check_equal(losses: dict[str, float]) -> None:
+def check_equal(losses: dict[str, float], tolerance: float) -> None:
     """Refuse to compare sides that do not compute the same loss."""
     first = next(iter(losses.values()))
     for name, loss in losses.items():
-        if abs(loss - first) > 2e-2 * first:
+        if abs(loss - first) > tolerance * first:
             raise SystemExit(f"{name}: loss {loss} is not {first}; nothing to compare")
 
 
