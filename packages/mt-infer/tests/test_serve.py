@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 import logging
 import os
 import signal
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from mt_infer import Sampling
@@ -49,14 +47,6 @@ def test_another_address_without_a_key_is_refused(capsys: pytest.CaptureFixture[
 def test_without_the_extra_the_message_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name.partition(".")[0] == "uvicorn":
-            raise ModuleNotFoundError(name=name)
-        return known(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert serve("nowhere") == 1
     assert "pip install 'mt-infer[server]'" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import resource
 import signal
 import socket
 import threading
@@ -24,6 +25,7 @@ from mt_infer.server.refusal import RefusedError
 
 _HEADER_BYTES = 1 << 15
 _BACKLOG = 2048
+_OTHER_FILES = 256
 
 
 class AddressError(UserError):
@@ -95,9 +97,15 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._serving, self._on_listening = app.state.serving, on_listening
+        self._connections = limits.max_connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the port."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 2 * self._connections + _OTHER_FILES
+        if 0 <= soft < wanted:
+            most = wanted if hard < 0 else min(wanted, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         await super().startup(sockets)
         self._on_listening()
 
