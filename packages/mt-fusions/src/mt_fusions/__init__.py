@@ -17,6 +17,10 @@ from mt_fusions.activations.gated import swiglu as swiglu
 from mt_fusions.activations.gates import GATED as GATED
 from mt_fusions.activations.gates import SILU_PRODUCT as SILU_PRODUCT
 from mt_fusions.activations.gates import SQUARED_RELU as SQUARED_RELU
+from mt_fusions.activations.invariant import invariant_activation as invariant_activation
+from mt_fusions.activations.invariant import invariant_gated as invariant_gated
+from mt_fusions.activations.invariant import invariant_sigmoid as invariant_sigmoid
+from mt_fusions.activations.invariant import invariant_softplus as invariant_softplus
 from mt_fusions.attention.rope import apply_rope as apply_rope
 from mt_fusions.attention.rotation import ROPE as ROPE
 from mt_fusions.attention.rotation import swap_pairs as swap_pairs

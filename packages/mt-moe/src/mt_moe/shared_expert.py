@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from mt_fusions import invariant_sigmoid
 from mt_parallel_state import Group, PartitionSpec, group_size, shard_param
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
@@ -68,8 +69,8 @@ class SharedExpert(nn.Module):
             value, other = up.unbind(-2)
             hidden = gated(value, other, self.options)
         else:
-            hidden = activate(up, self.options.activation)
+            hidden = activate(up, self.options)
         y = self.down(hidden)
         if self.gate is None:
             return y
-        return y * wide_linear(x, self.gate, None, torch.float32, torch.sigmoid).to(y.dtype)
+        return y * wide_linear(x, self.gate, None, torch.float32, invariant_sigmoid).to(y.dtype)

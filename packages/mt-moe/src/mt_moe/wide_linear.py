@@ -21,16 +21,17 @@ def wide_linear(
 ) -> Tensor:
     """Return `x @ weight.T + bias` in a wide dtype; backward keeps `x` and `weight` unconverted.
 
-    Rows are padded to a multiple of 32: torch computes the last few numbers of a tensor in another
-    way on a CPU, and sums few rows in another order. The choice of a token's experts should not
-    depend on the number of tokens. `then` is a function of single numbers to apply.
+    Rows are padded to a multiple of 32, and their width to one of 4: a CPU sums few rows, and rows
+    that begin at odd places, in another order. The choice of a token's experts should not depend on
+    the number of tokens. `then` is a function of single numbers to apply.
 
     Shape:
         x: [..., H]; weight: [E, H]; bias: [E]. Returns [..., E].
     """
     shape, rows = x.shape[:-1], x.flatten(0, -2)
-    missing = -rows.shape[0] % 32
-    y = _multiply(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias, dtype)
+    wider, more = -rows.shape[1] % 4, -rows.shape[0] % 32
+    padded = F.pad(rows, (0, wider, 0, more)) if wider or more else rows
+    y = _multiply(padded, F.pad(weight, (0, wider)) if wider else weight, bias, dtype)
     y = y if then is None else then(y)
     return y[: rows.shape[0]].unflatten(0, shape)
 

@@ -10,6 +10,7 @@ from mt_kernels import AUTO, Candidate, Registry
 from torch import Tensor
 
 from mt_fusions.activations.activation import activate, activation_and_slope
+from mt_fusions.activations.invariant import invariant_activation
 from mt_fusions.arguments import check_floating, check_of_columns
 from mt_fusions.blocks import as_rows, row_blocks, wide_dtype
 from mt_fusions.kernels import Functions, fused, implementations
@@ -168,12 +169,18 @@ def _plain(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     return activate(x.to(wide) + bias.to(wide), kind).to(x.dtype)
 
 
+def _invariant(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    wide = wide_dtype(x.dtype)
+    return invariant_activation(x.to(wide) + bias.to(wide), kind).to(x.dtype)
+
+
 BIAS_GELU: Registry[Callable[..., Tensor]] = Registry(
     "bias_gelu",
     (
         fused(_of_kind, BIAS_GELU_KERNELS),
         Candidate("torch", _torch),
         Candidate("reference", _plain),
+        Candidate("invariant", _invariant),
     ),
 )
 """GELU of a sum, of `(x, bias, kind)` with the kind `gelu` or `gelu_tanh`; obstacles get `x`.

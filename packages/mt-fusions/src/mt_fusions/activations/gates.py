@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mt_fusions.activations.activation import activate, activation_backward
 from mt_fusions.activations.gated import GATED_KERNELS, geglu, quick_geglu, squared_relu, swiglu
+from mt_fusions.activations.invariant import invariant_activation, invariant_gated
 from mt_fusions.kernels import fused
 
 _GATES: dict[str, Callable[..., Tensor]] = {
@@ -87,12 +88,17 @@ def _one_buffer_obstacle(
     return eager_obstacle(gate_up)
 
 
+def _invariant(gate_up: Tensor, kind: str, **terms: Any) -> Tensor:
+    return invariant_gated(*gate_up.unbind(-2), kind, **terms)
+
+
 GATED: Registry[Callable[..., Tensor]] = Registry(
     "gated",
     (
         Candidate("fused", _FUSED.function, _fused_obstacle, _FUSED.drawback),
         Candidate("torch", _one_buffer, _one_buffer_obstacle),
         Candidate("reference", _reference),
+        Candidate("invariant", _invariant),
     ),
 )
 """`activate(gate, kind) * (up + up_offset)` of `(gate_up, kind, *, clamp, up_offset)`.
@@ -124,12 +130,17 @@ def _silu_product_reference(gate: Tensor, x: Tensor) -> Tensor:
     return F.silu(gate) * x
 
 
+def _silu_product_invariant(gate: Tensor, x: Tensor) -> Tensor:
+    return invariant_activation(gate, "silu") * x
+
+
 SILU_PRODUCT: Registry[Callable[..., Tensor]] = Registry(
     "silu_product",
     (
         fused(swiglu, GATED_KERNELS),
         Candidate("torch", _silu_product, eager_obstacle),
         Candidate("reference", _silu_product_reference),
+        Candidate("invariant", _silu_product_invariant),
     ),
 )
 """`silu(gate) * x` of two tensors, which obstacles get too."""
@@ -145,6 +156,7 @@ SQUARED_RELU: Registry[Callable[..., Tensor]] = Registry(
         fused(squared_relu, GATED_KERNELS),
         Candidate("torch", _squared_relu),
         Candidate("reference", _squared_relu),
+        Candidate("invariant", _squared_relu),
     ),
 )
 """`max(x, 0)^2` of a tensor, which obstacles get too."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mt_model.attend.scores import Scores
+from mt_model.kernels.gemm import EVEN
 
 KEYS = 32
 """Number of keys of a block; blocks begin at multiples of it in a text."""
@@ -43,6 +44,7 @@ def invariant_attention(query: Tensor, key: Tensor, value: Tensor, scores: Score
     if scores.sinks is not None:
         sinks = scores.sinks.to(wide).view(1, groups, -1, 1).expand(rows, -1, -1, length)
         sinks = _filled(sinks.reshape(*shape, 1), ROWS)[:, :, None]
+    v = F.pad(v, (0, -v.shape[-1] % EVEN)) if v.shape[-1] % EVEN else v
     k, v = (x.unflatten(2, (-1, KEYS)) for x in (k, v))
     found = []
     for start in range(0, q.shape[2], ROWS_AT_ONCE):
@@ -53,7 +55,7 @@ def invariant_attention(query: Tensor, key: Tensor, value: Tensor, scores: Score
         if bias is not None:
             made = made + bias[:, :, :, own]
         found.append(_mixed(made.masked_fill(hidden[:, :, :, own], -torch.inf), v, sinks, own))
-    out = torch.cat(found, 2)[:, :, : shape[2]].to(query.dtype)
+    out = torch.cat(found, 2)[:, :, : shape[2], : value.shape[-1]].to(query.dtype)
     return out.reshape(rows, heads, length, -1).transpose(1, 2)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from mt_context_parallel import Algorithm, AttentionDropout
-from mt_fusions import RMS_NORM, ROPE
+from mt_fusions import RMS_NORM, ROPE, invariant_sigmoid
 from mt_kernels import AUTO, Candidate, Choice, Selector
 from mt_parallel_state import MatrixSpec, PartitionSpec, mark_matrix, shard_param
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, exchange_kv_groups
@@ -162,7 +162,8 @@ class Attention(nn.Module):
         attend = partial(self._attend, table=table)
         out = recomputed(attend, qkv, shared=shared, when=self.again)
         if gate is not None:
-            out = out * gate.flatten(2).sigmoid()
+            opened = invariant_sigmoid if self.kernels.is_invariant else torch.sigmoid
+            out = out * opened(gate.flatten(2))
         return self.out(out.unflatten(-1, (-1, self.head_dim)))
 
     def _attend(self, qkv: Tensor, *, table: RotaryTable | None, shared: ForwardContext) -> Tensor:

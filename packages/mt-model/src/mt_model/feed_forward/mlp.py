@@ -52,7 +52,7 @@ class MLP(nn.Module):
         own = config.ffn_size // shard.tp
         self.columns = range(shard.tp_index * own, (shard.tp_index + 1) * own)
         self.frees_activation = "activation" in shard.recomputed
-        kernel, self.gate = shard.kernels.activation, None
+        kernel, self.gate = shard.kernels.activations, None
         if config.gated:
             self.gate = Selector(mt_fusions.GATED, kernel)
         self.activation = PlainActivation(config.activation, kernel)

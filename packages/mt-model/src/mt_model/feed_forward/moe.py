@@ -30,12 +30,15 @@ if TYPE_CHECKING:
     from mt_model.feed_forward.moe_config import MoEConfig
 
 
-def options_of(config: MoEConfig, dtype: torch.dtype = torch.float32) -> MoEOptions:
+def options_of(
+    config: MoEConfig, dtype: torch.dtype = torch.float32, *, invariant: bool = False
+) -> MoEOptions:
     """Return what mt-moe makes the layer of; losses have the coefficient 1 there.
 
     Args:
         config: of the layer.
         dtype: of the model, which scores have where it is wider than theirs.
+        invariant: Whether a token's bits depend on nothing but the token.
 
     Raises:
         ValueError: Two fields exclude each other.
@@ -65,6 +68,7 @@ def options_of(config: MoEConfig, dtype: torch.dtype = torch.float32) -> MoEOpti
             bias=config.bias,
             clamp=config.clamp,
             up_offset=config.up_offset,
+            invariant=invariant,
         ),
         capacity=None
         if config.capacity_factor is None
@@ -106,7 +110,7 @@ class MoE(MoELayer):
             stream.hidden_size,
             config.width,
             config.num_experts,
-            options=options_of(config, shard.dtype),
+            options=options_of(config, shard.dtype, invariant=shard.kernels.is_invariant),
             groups=shard.experts,
             sequence_parallel=shard.sequence_parallel,
             seed=shard.seed,

@@ -22,7 +22,7 @@ class PlainActivation:
     """
 
     def __init__(self, kind: str, kernel: str) -> None:
-        self.kind = kind
+        self.kind, self._is_invariant = kind, kernel == "invariant"
         self._bias_gelu = Selector(mt_fusions.BIAS_GELU, kernel) if kind in _ADDS_BIAS else None
         self._square = Selector(mt_fusions.SQUARED_RELU, kernel) if kind == "relu2" else None
 
@@ -48,7 +48,8 @@ class PlainActivation:
             return self._bias_gelu.find(x).function(x, bias, self.kind)
         if self._square is not None:
             return self._square.find(x).function(x)
-        return mt_fusions.activate(x, self.kind)
+        function = mt_fusions.activate
+        return (mt_fusions.invariant_activation if self._is_invariant else function)(x, self.kind)
 
     def choices(self, linear: nn.Module, like: Tensor) -> Iterator[Choice[Any]]:
         """Yield what computes it for tensors of the device and dtype of `like`."""

@@ -54,12 +54,14 @@ class Kernels:
     Attributes:
         attention: `matmul` (short sequences on a CPU), `sdpa` (torch's), `flash` (flash-attn), `te`
             (Transformer Engine), `flex` (torch's), `tiles`, the plain `reference`, or `invariant`:
-            the bits of a token depend on the tokens before it alone, in linear layers too.
+            the bits of a token depend on the tokens before it alone, in linear layers and
+            activations too.
         norm: RMSNorm and LayerNorm: `fused`, `torch` (`F.rms_norm`, `F.layer_norm`), `reference`
             or, of RMSNorm alone, `cpu` (few passes of torch's vector code).
         activation: Gated activations, squared ReLU and GELU behind a bias: `fused`, `torch` (its
-            kernels, with one buffer for the gradient) or `reference`. Others are one kernel of
-            torch's.
+            kernels, with one buffer for the gradient), `reference` or `invariant` (the same bits
+            for a number wherever it is in a tensor). Others are one kernel of torch's, or
+            `invariant`.
         residual: The addition of a branch to the residual stream: `fused`, with the norm that reads
             the sum or with dropout, or `reference`, alone.
         rope: The rotary embedding: `fused`, `torch` or `reference`.
@@ -113,6 +115,12 @@ class Kernels:
     def products(self) -> str:
         """The word for `gemm`, which invariant attention chooses where it is left open."""
         return "invariant" if self.is_invariant and self.gemm == "auto" else self.gemm
+
+    @property
+    def activations(self) -> str:
+        """The word for `activation`, likewise."""
+        is_open = self.is_invariant and self.activation == "auto"
+        return "invariant" if is_open else self.activation
 
     @classmethod
     def of(cls, value: KernelSet | Kernels) -> Kernels:

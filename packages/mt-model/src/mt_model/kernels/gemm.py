@@ -14,6 +14,10 @@ from mt_model.kernels.cpu import CpuGemm
 from mt_model.kernels.onednn import OneDnnGemm, onednn_drawback, onednn_obstacle
 from mt_model.kernels.packed import PackedGemm, onednn_linear, packed_drawback, packed_obstacle
 
+EVEN = 4
+"""Rows of an fp32 operand begin at even places if their width is a multiple of this number."""
+_FEW = 16  # outputs; for more of them products don't look at where rows begin
+
 
 class InvariantGemm(PackedGemm):
     """Products whose bits for a row do not depend on the number of rows.
@@ -21,7 +25,8 @@ class InvariantGemm(PackedGemm):
     torch's product of few rows on a CPU sums in another order: of 1 to 11 rows in fp32, of one row
     in bf16. oneDNN's does so for one row alone, which it gets with three others. Where oneDNN can't
     multiply (fp64, fp16 on many processors, `torch.compile`), torch does, with rows padded to a
-    multiple of 8, in half precision of 2.
+    multiple of 8, in half precision of 2. There few outputs of a weight whose rows begin at odd
+    places are summed in orders that depend on the row, and the inputs are padded too.
     """
 
     @property
@@ -35,10 +40,13 @@ class InvariantGemm(PackedGemm):
         if is_plain and packed_obstacle(weight) is None:
             layout = self.layout_of(weight)
             return onednn_linear(x, weight.contiguous() if layout is None else layout, bias)
-        rows = x.flatten(0, -2)
-        missing = -rows.shape[0] % (2 if x.dtype.itemsize == 2 else 8)
-        y = F.linear(F.pad(rows, (0, 0, 0, missing)) if missing else rows, weight, bias)
-        return y[: rows.shape[0]].unflatten(0, x.shape[:-1])
+        rows, is_half = x.flatten(0, -2), x.dtype.itemsize == 2
+        missing = -rows.shape[0] % (2 if is_half else 8)
+        wider = 0 if is_half or len(weight) > _FEW else -rows.shape[1] % EVEN
+        if missing or wider:
+            rows = F.pad(rows, (0, wider, 0, missing))
+        y = F.linear(rows, F.pad(weight, (0, wider)) if wider else weight, bias)
+        return y[: len(rows) - missing].unflatten(0, x.shape[:-1])
 
 
 def by_rows(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -189,7 +189,7 @@ class HeadTransform(nn.Module):
     def __init__(self, config: ModelConfig, kind: str, *, shard: ShardContext) -> None:
         super().__init__()
         self.gemm, size = shard.gemm, config.hidden_size
-        self.activation = PlainActivation(kind, shard.kernels.activation)
+        self.activation = PlainActivation(kind, shard.kernels.activations)
         like = {"dtype": shard.dtype, "device": torch.device("meta")}
         self.weight = nn.Parameter(torch.empty(size, size, **like))
         self.bias = nn.Parameter(torch.empty(size, **like))

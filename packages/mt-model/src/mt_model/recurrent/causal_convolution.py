@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mt_fusions import invariant_activation
 from mt_kernels import AUTO, Candidate, Registry, eager_obstacle
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -59,6 +60,19 @@ def silu_convolution_reference(
 ) -> Tensor:
     """SiLU of `causal_convolution`, which has the arguments."""
     return F.silu(causal_convolution(x, weight, bias, before=before, segments=segments))
+
+
+def silu_convolution_invariant(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    before: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> Tensor:
+    """`silu_convolution_reference`, with the same bits for a token in any pass."""
+    y = causal_convolution(x, weight, bias, before=before, segments=segments)
+    return invariant_activation(y, "silu")
 
 
 def silu_convolution(
@@ -136,6 +150,7 @@ SILU_CONVOLUTION: Registry[Callable[..., Tensor]] = Registry(
     (
         Candidate("eager", _eager, _eager_obstacle),
         Candidate("reference", silu_convolution_reference),
+        Candidate("invariant", silu_convolution_invariant),
     ),
 )
 

@@ -31,7 +31,9 @@ class DeltaSteps(NamedTuple):
     beta: Tensor
 
 
-def delta_rule_step(steps: DeltaSteps, state: Tensor) -> tuple[Tensor, Tensor]:
+def delta_rule_step(
+    steps: DeltaSteps, state: Tensor, *, invariant: bool = False
+) -> tuple[Tensor, Tensor]:
     """Take one step of a memory that maps keys to values.
 
     It decays, `S = exp(log_decay) S`; moves what it has for the key towards the value,
@@ -40,6 +42,7 @@ def delta_rule_step(steps: DeltaSteps, state: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         steps: of one token.
         state: of the tokens before.
+        invariant: Whether a sequence has the same bits beside any number of others.
 
     Returns:
         Output and state, in the state's dtype.
@@ -51,9 +54,15 @@ def delta_rule_step(steps: DeltaSteps, state: Tensor) -> tuple[Tensor, Tensor]:
     shares = value.shape[1] // key.shape[1]
     query, key = (part.repeat_interleave(shares, 1) for part in (query, key))
     state = state * log_decay.exp()[..., None, None]
-    missing = value - torch.einsum("bhdv,bhd->bhv", state, key)
+    missing = value - _read(state, key, invariant=invariant)
     state = state + key[..., None] * (missing * beta[..., None])[:, :, None]
-    return torch.einsum("bhdv,bhd->bhv", state, query), state
+    return _read(state, query, invariant=invariant), state
+
+
+def _read(state: Tensor, key: Tensor, *, invariant: bool) -> Tensor:
+    if invariant:  # a batched product has other orders of additions for another batch
+        return (state * key[..., None]).sum(-2)
+    return torch.einsum("bhdv,bhd->bhv", state, key)
 
 
 def delta_rule(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
+from mt_fusions import invariant_sigmoid, invariant_softplus
 from mt_kernels import AUTO
 from mt_parallel_state import MatrixSpec, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -16,7 +17,6 @@ from mt_model.block.initial import Uniform, start_from
 from mt_model.block.recomputation import discard_between
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.stream import StreamConfig
-from mt_model.kernels.gemm import by_rows
 from mt_model.recurrent.causal_convolution import CausalConvolution
 from mt_model.recurrent.decay import segments_of
 from mt_model.recurrent.delta_rule import DeltaSteps, delta_rule, delta_rule_step, empty_memory
@@ -73,7 +73,7 @@ class GatedDeltaNet(nn.Module):
         mark_matrix(self.qkvz.weight, MatrixSpec(part_dim=1, parts=parts))
         mark_matrix(self.ba.weight, MatrixSpec(part_dim=1, parts=(values, values)))
         channels = (keys // shard.tp, sum(parts[:3]))
-        kernel = "reference" if shard.kernels.is_invariant else AUTO
+        kernel = "invariant" if shard.kernels.is_invariant else AUTO
         how = {"bias": False, "dtype": dtype, "kernel": kernel}
         self.conv = CausalConvolution(channels, config.conv_size, **how)
         shard.mark_split(self.conv, dim=0)
@@ -129,11 +129,14 @@ class GatedDeltaNet(nn.Module):
         query, key = l2_norm(query) * config.key_dim**-0.5, l2_norm(key)
         value = value.unflatten(-1, (-1, config.value_dim)).flatten(2, 3)
         b, a = (part.flatten(2) for part in ba.chunk(2, -1))
-        log_decay = -self.A_log.exp() * by_rows(lambda x: F.softplus(x + self.dt_bias), a)
-        steps = DeltaSteps(query, key, value, log_decay, by_rows(torch.sigmoid, b))
-        if self.shard.kernels.is_invariant or (held is not None and qkv.shape[1] == 1):
+        log_decay = -self.A_log.exp() * invariant_softplus(a + self.dt_bias)
+        steps = DeltaSteps(query, key, value, log_decay, invariant_sigmoid(b))
+        invariant = self.shard.kernels.is_invariant
+        if invariant or (held is not None and qkv.shape[1] == 1):
             state = empty_memory(key, value) if held is None else held["state"]
-            y, state = by_steps(delta_rule_step, steps, state, segments)
+            y, state = by_steps(
+                partial(delta_rule_step, invariant=invariant), steps, state, segments
+            )
         else:
             state, size = before.get("state"), config.chunk_size
             y, state = delta_rule(steps, chunk_size=size, state=state, segments=segments)

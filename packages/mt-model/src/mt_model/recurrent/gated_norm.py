@@ -73,7 +73,7 @@ class GatedRMSNorm(nn.Module):
         self.eps, self.gate_first, self.shared = eps, gate_first, shared
         kernels = Kernels() if kernels is None else kernels
         self.norm = Selector(mt_fusions.RMS_NORM, kernels.norm)
-        self.product = Selector(mt_fusions.SILU_PRODUCT, kernels.activation)
+        self.product = Selector(mt_fusions.SILU_PRODUCT, kernels.activations)
         self.weight = nn.Parameter(torch.empty(channels, dtype=dtype, device="meta"))
         start_from(self.weight, "ones")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
+from mt_fusions import invariant_softplus
 from mt_kernels import AUTO
 from mt_parallel_state import MatrixSpec, all_gather, mark_matrix
 from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -17,7 +18,6 @@ from mt_model.block.initial import Uniform, start_from
 from mt_model.block.recomputation import discard_between
 from mt_model.block.shard_context import ShardContext
 from mt_model.block.stream import StreamConfig
-from mt_model.kernels.gemm import by_rows
 from mt_model.recurrent.causal_convolution import CausalConvolution
 from mt_model.recurrent.decay import segments_of
 from mt_model.recurrent.gated_norm import GatedRMSNorm, SharedGroups
@@ -105,7 +105,7 @@ class Mamba2(nn.Module):
         config, shard = self.config, self.shard
         bias, taps = config.conv_bias, config.conv_size
         channels = (self.heads, config.head_dim)
-        kernel = "reference" if shard.kernels.is_invariant else AUTO
+        kernel = "invariant" if shard.kernels.is_invariant else AUTO
         self.conv_x = CausalConvolution(channels, taps, bias=bias, dtype=dtype, kernel=kernel)
         shard.mark_split(self.conv_x, dim=0)
         self.conv_bc = CausalConvolution(
@@ -152,12 +152,13 @@ class Mamba2(nn.Module):
             own = self.shard.tp_index * config.num_groups // self.shard.tp
             bc = all_gather(bc, self.shard.group, dim=4)[:, :, :, own : own + 1]
         b, c = bc.unbind(2)
-        dt = by_rows(lambda x: F.softplus(x + self.dt_bias), dt).clamp(config.min_dt, config.max_dt)
+        dt = invariant_softplus(dt + self.dt_bias).clamp(config.min_dt, config.max_dt)
         rate, skip = -self.A_log.exp(), self.D[:, None] * u
         steps = SsdSteps(u, dt, rate, b, c)
-        if self.shard.kernels.is_invariant or (held is not None and x.shape[1] == 1):
+        invariant = self.shard.kernels.is_invariant
+        if invariant or (held is not None and x.shape[1] == 1):
             state = empty_state(u, b) if held is None else held["state"]
-            y, state = by_steps(ssd_step, steps, state, segments)
+            y, state = by_steps(partial(ssd_step, invariant=invariant), steps, state, segments)
         else:
             state, size = before.get("state"), config.chunk_size
             y, state = ssd(steps, chunk_size=size, state=state, segments=segments)

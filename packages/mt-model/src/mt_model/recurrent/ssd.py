@@ -34,12 +34,13 @@ class SsdSteps(NamedTuple):
     c: Tensor
 
 
-def ssd_step(steps: SsdSteps, state: Tensor) -> tuple[Tensor, Tensor]:
+def ssd_step(steps: SsdSteps, state: Tensor, *, invariant: bool = False) -> tuple[Tensor, Tensor]:
     """Take one step: `state = exp(dt rate) state + dt x b^T`, and `y = state c`.
 
     Args:
         steps: of one token.
         state: of the tokens before.
+        invariant: Whether a sequence has the same bits beside any number of others.
 
     Returns:
         Output and state, in the state's dtype.
@@ -52,6 +53,8 @@ def ssd_step(steps: SsdSteps, state: Tensor) -> tuple[Tensor, Tensor]:
     b, c = (part.repeat_interleave(shares, 1) for part in (b, c))
     added = (x * dt[..., None])[..., None] * b[:, :, None]
     state = state * (dt * rate).exp()[..., None, None] + added
+    if invariant:  # a batched product has other orders of additions for another batch
+        return (state * c[:, :, None]).sum(-1), state
     return torch.einsum("bhpn,bhn->bhp", state, c), state
 
 

@@ -56,7 +56,7 @@ class Projector(nn.Module):
     def __init__(self, config: ImageInputConfig, hidden_size: int, *, shard: ShardContext) -> None:
         super().__init__()
         linear = replace(shard, sequence_parallel=False).linear_arguments()
-        self.activation = PlainActivation(config.activation, shard.kernels.activation)
+        self.activation = PlainActivation(config.activation, shard.kernels.activations)
         sizes = config.feature_size, hidden_size
         self.up = ColumnParallelLinear(*sizes, bias=config.bias, **linear)
         self.down = RowParallelLinear(hidden_size, hidden_size, bias=config.bias, **linear)

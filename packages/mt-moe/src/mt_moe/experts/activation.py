@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import mt_fusions
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mt_moe.experts.form import Activation
 from mt_moe.experts.options import ExpertOptions
 
 GATES: Mapping[str, Callable[..., Tensor]] = {
@@ -26,25 +23,21 @@ def gated(gate: Tensor, up: Tensor, options: ExpertOptions) -> Tensor:
     Shape:
         gate, up: [..., n]. Returns the same shape.
     """
+    if options.invariant:
+        terms = {"clamp": options.clamp, "up_offset": options.up_offset}
+        return mt_fusions.invariant_gated(gate, up, options.activation, **terms)
     form = {"approximate": "tanh"} if options.activation == "gelu_tanh" else {}
     terms = {"clamp": options.clamp, "up_offset": options.up_offset}
     return GATES[options.activation](gate, up, **form, **terms)
 
 
-def activate(x: Tensor, kind: Activation) -> Tensor:
-    """Apply an activation without a gate.
+def activate(x: Tensor, options: ExpertOptions) -> Tensor:
+    """Apply the activation without a gate.
 
     Shape:
         x: any. Returns the same shape.
     """
-    match kind:
-        case "silu":
-            return F.silu(x)
-        case "gelu" | "gelu_tanh":
-            return F.gelu(x, approximate="none" if kind == "gelu" else "tanh")
-        case "gelu_quick":
-            return x * torch.sigmoid(1.702 * x)
-        case "relu":
-            return F.relu(x)
-        case _:
-            return mt_fusions.squared_relu(x)
+    kind = options.activation
+    if options.invariant:
+        return mt_fusions.invariant_activation(x, kind)
+    return mt_fusions.squared_relu(x) if kind == "relu2" else mt_fusions.activate(x, kind)

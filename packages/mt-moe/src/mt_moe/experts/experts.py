@@ -99,4 +99,4 @@ class Experts(nn.Module):
         if self.options.gated:
             gate, value = up.chunk(2, -1)
             return gated(gate, value, self.options)
-        return activate(up, self.options.activation)
+        return activate(up, self.options)

@@ -24,6 +24,7 @@ class ExpertOptions:
         multiple: Pad each expert's rows with zeros to a multiple of this, for low precision.
         kernel: Kernel of the products: "auto", "grouped_mm", "triton", "loop" or the name of
             another package's (entry point `mt.kernels`, `grouped_linear.<name>`).
+        invariant: Whether a row's activation has the same bits beside any other rows.
 
     Raises:
         ValueError: A field is out of range.
@@ -36,6 +37,7 @@ class ExpertOptions:
     up_offset: float = 0.0
     multiple: int = 1
     kernel: str = AUTO
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         check_type("multiple", self.multiple, int)

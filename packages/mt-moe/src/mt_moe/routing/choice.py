@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from mt_files import check_type
+from mt_fusions import invariant_sigmoid, invariant_softplus
 from torch import Tensor
 
 from mt_moe.routing.expert_bias import BiasOptions
@@ -164,10 +165,10 @@ def scores_of(logits: Tensor, options: RouterOptions) -> Tensor:
     wide = logits.to(options.dtype)
     match options.score:
         case "sigmoid":
-            return wide.sigmoid()
+            return invariant_sigmoid(wide)
         case "sqrtsoftplus":
             # The square root has an infinite gradient at 0, and softplus of a low logit is 0.
-            return F.softplus(wide).clamp(min=torch.finfo(wide.dtype).tiny).sqrt()
+            return invariant_softplus(wide).clamp(min=torch.finfo(wide.dtype).tiny).sqrt()
         case _:
             return wide.softmax(-1)
 
