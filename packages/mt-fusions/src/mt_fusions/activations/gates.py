@@ -89,7 +89,8 @@ def _one_buffer_obstacle(
 
 
 def _invariant(gate_up: Tensor, kind: str, **terms: Any) -> Tensor:
-    return invariant_gated(*gate_up.unbind(-2), kind, **terms)
+    gate, up = gate_up.unbind(-2)
+    return invariant_gated(gate, up, kind, **terms)
 
 
 GATED: Registry[Callable[..., Tensor]] = Registry(

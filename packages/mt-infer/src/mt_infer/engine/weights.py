@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mt_model import (
@@ -17,7 +17,7 @@ from mt_model import (
     packing_obstacle,
     saved_buffers,
 )
-from mt_parallel_state import ParallelState
+from mt_parallel_state import ParallelState, shardings
 from mt_quant import QuantizedLinear
 from torch import Tensor
 
@@ -208,14 +208,32 @@ def loaded_model(run: Run, state: ParallelState, options: EngineOptions, how: An
         how: `dtype`, `ema` and `kernels`; see `load_run`.
     """
     how = _packed(options, state, how) | {"mtp": options.speculate == "mtp"}
-    if options.batch_invariant is not False and state.size("cp") == 1:
-        named = Kernels.of(how.get("kernels", "auto"))
-        gemm = "auto" if named.gemm == "packed" else named.gemm  # which has packed weights, too
-        kernels = replace(named, attention="invariant", gemm=gemm)
-        model = built_model(run, state, **how | {"kernels": kernels})
-        if options.batch_invariant or not obstacle_of(model, Ranks(state)):
-            return model
-    return built_model(run, state, **how)
+    if options.batch_invariant is False or state.size("cp") > 1:
+        return built_model(run, state, **how)
+    usual = Kernels.of(how.get("kernels", "auto"))
+    gemm = "auto" if usual.gemm == "packed" else usual.gemm  # which has packed weights, too
+    kernels = replace(usual, attention="invariant", gemm=gemm)
+    model = built_model(run, state, **how | {"kernels": kernels})
+    if options.batch_invariant or not obstacle_of(model, Ranks(state)):
+        return model
+    return with_kernels(model, usual)
+
+
+def with_kernels(model: GPT, kernels: Kernels) -> GPT:
+    """Return a loaded model with other kernels, and with the same parameters and buffers."""
+    config, how = model.config, {"layers": model.layer_range, "dtype": model.shard.dtype}
+    made = cast("GPT", config.build(model.state, **how, kernels=kernels, seed=None, device="meta"))
+    own = dict(made.named_modules())
+    for path, module in model.named_modules():
+        if path in own and type(own[path]) is type(module):
+            own[path]._parameters.update(module._parameters)
+            own[path]._buffers.update(module._buffers)
+        elif path in own:  # such as a quantised layer
+            owner, _, leaf = path.rpartition(".")
+            made.get_submodule(owner).register_module(leaf, module)
+    shardings(made)
+    made.origin, made.kv_schemes = model.origin, model.kv_schemes
+    return made.train(model.training)
 
 
 def _packed(options: EngineOptions, state: ParallelState, how: dict[str, Any]) -> dict[str, Any]:

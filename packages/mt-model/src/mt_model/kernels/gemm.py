@@ -66,7 +66,7 @@ GEMM: Registry[Callable[[], Gemm]] = Registry(
         Candidate("onednn", OneDnnGemm, onednn_obstacle, onednn_drawback),
         Candidate("cpu", CpuGemm, cpu_obstacle),
         Candidate("torch", TorchGemm),
-        Candidate("invariant", InvariantGemm, cpu_obstacle),
+        Candidate("invariant", InvariantGemm),
         Candidate("packed", PackedGemm, packed_obstacle, packed_drawback),
     ),
 )
