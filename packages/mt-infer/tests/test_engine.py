@@ -15,7 +15,6 @@ from mt_infer import (
     Engine,
     EngineOptions,
     LogitsError,
-    PromptError,
     Sampling,
     StaticEngine,
     load_run,
@@ -226,19 +225,6 @@ def test_a_fixed_batch_has_the_tokens_of_the_engine(name) -> None:
         made.generate([[1]] * 7)
     with pytest.raises(ValueError, match="90"):
         made.generate([[1]] * 6, Sampling(max_tokens=80))
-
-
-def test_a_score_is_the_models_forward() -> None:
-    made = engine(max_batch_tokens=5)
-    tokens = [int(each) for each in torch.arange(64).mul(7).remainder(61)]
-    logits = made.model.logits(torch.tensor([tokens]))[0, :-1]
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-    for _ in range(2):  # the second time blocks of the beginning are cached
-        found = made.score(tokens)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=1e-6)
-    with pytest.raises(PromptError, match="65 tokens"):
-        made.score([1] * 65)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,6 @@ from mt_infer.engine import runner
 from mt_model import (
     GPT,
     AttentionConfig,
-    Kernels,
     LayerConfig,
     Mamba2Config,
     MLPConfig,
@@ -141,39 +140,6 @@ def test_every_layout(ranks, name, layout) -> None:
     if "cp" in layout and name == "hybrid":
         pytest.skip("its states need whole sequences")
     check(ranks, name, layout, 24)
-
-
-def scores(layout: dict[str, int], dtype: torch.dtype, tokens: list[int]) -> tuple[Any, Any]:
-    """Return the engine's scores, and those of the trainer's forward on the same layout."""
-    with ParallelState(ParallelLayout(**layout)) as state, torch.no_grad():
-        model = built("dense", state, dtype=dtype, kernels=Kernels(attention="invariant"))
-        options = EngineOptions(**OPTIONS, batch_invariant=True)
-        engine, found = Engine(model, state=state, options=options), None
-        if state.rank > 0:
-            engine.serve()
-        else:
-            with engine:
-                found = engine.score(tokens)
-        batch, x, shape = {"tokens": torch.tensor([tokens])}, None, (1, len(tokens), 32)
-        for stage in range(state.size("pp")):
-            if stage == state.index("pp"):
-                x = model(x, batch)
-            elif x is None:
-                x = torch.empty(shape, dtype=dtype)
-            if stage < state.size("pp") - 1:
-                torch.distributed.broadcast(x, group=state.group("pp"), group_src=stage)
-        if state.index("pp") < state.size("pp") - 1:
-            return found, None
-        logprobs = x[0, :-1].float().log_softmax(-1)
-        return found, logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-
-
-@pytest.mark.parametrize("layout", ["tp 2", "pp 2"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_score_has_the_bits_of_the_trainers_forward_on_its_layout(ranks, layout, dtype) -> None:
-    tokens = [int(each) for each in torch.arange(40).mul(7).remainder(61)]
-    results = ranks(2, partial(scores, LAYOUTS[layout], dtype, tokens))
-    assert torch.equal(results[0][0], results[-1][1])
 
 
 def wrong_layouts() -> None:
