@@ -56,7 +56,7 @@ DTYPES = torch.float32, torch.bfloat16
 
 
 def built(name: str, state: ParallelState, kernels: str, dtype: torch.dtype) -> GPT:
-    config = gpt(**SIZES, layers=[LAYERS[name]] * 2)
+    config = gpt(**SIZES, layers=[LAYERS[name], LAYERS["dense"]])
     layers = split_layers(config.num_layers, state.size("pp"))[state.index("pp")]
     how = {"kernels": Kernels(attention=kernels), "dtype": dtype, "seed": 3}
     return GPT(config, state, layers=layers, **how).eval()
