@@ -43,7 +43,13 @@ DELTA = GatedDeltaNetConfig(
 )
 MLP = MLPConfig(ffn_size=96)
 MOE = MoEConfig(num_experts=4, top_k=2, ffn_size=32, shared_size=32, shared_gate=True)
+NARROW = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=6, rope=ROPE)
+UNEVEN = GatedDeltaNetConfig(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=10)
 MODELS = {
+    "odd": [
+        (NARROW, MLPConfig(ffn_size=44, activation="gelu_tanh")),
+        (UNEVEN, MoEConfig(num_experts=5, top_k=2, ffn_size=14, score="sigmoid")),
+    ],
     "dense": [(GROUPED, MLP), (WINDOW, MLP)],
     "experts": [(GROUPED, MOE), (GROUPED, MOE)],
     "latent": [(LATENT, MLP), (LATENT, MLP)],
