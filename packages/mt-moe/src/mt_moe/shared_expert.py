@@ -73,4 +73,5 @@ class SharedExpert(nn.Module):
         y = self.down(hidden)
         if self.gate is None:
             return y
-        return y * wide_linear(x, self.gate, None, torch.float32, invariant_sigmoid).to(y.dtype)
+        sigmoid = invariant_sigmoid if self.options.invariant else torch.sigmoid
+        return y * wide_linear(x, self.gate, None, torch.float32, sigmoid).to(y.dtype)

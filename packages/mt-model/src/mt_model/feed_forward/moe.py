@@ -61,6 +61,7 @@ def options_of(
             if config.bias_rate
             else None,
             losses=losses,
+            invariant=invariant,
         ),
         experts=ExpertOptions(
             activation=config.activation,

@@ -45,6 +45,7 @@ class RouterOptions:
             such bias.
         losses: Coefficients of balancing losses by name: `aux` over a micro-batch, `sequence_aux`
             over each sequence, `global_aux` over the step so far, and `z`.
+        invariant: Whether a token's scores have the same bits beside any other tokens.
 
     Raises:
         TypeError: A field has the wrong type.
@@ -64,6 +65,7 @@ class RouterOptions:
     linear_bias: bool = False
     expert_bias: BiasOptions | None = None
     losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    invariant: bool = False
 
     def __post_init__(self) -> None:
         for name in ("top_k", "num_groups", "top_groups", "sinkhorn"):
@@ -165,10 +167,11 @@ def scores_of(logits: Tensor, options: RouterOptions) -> Tensor:
     wide = logits.to(options.dtype)
     match options.score:
         case "sigmoid":
-            return invariant_sigmoid(wide)
+            return invariant_sigmoid(wide) if options.invariant else wide.sigmoid()
         case "sqrtsoftplus":
             # The square root has an infinite gradient at 0, and softplus of a low logit is 0.
-            return invariant_softplus(wide).clamp(min=torch.finfo(wide.dtype).tiny).sqrt()
+            softplus = invariant_softplus if options.invariant else F.softplus
+            return softplus(wide).clamp(min=torch.finfo(wide.dtype).tiny).sqrt()
         case _:
             return wide.softmax(-1)
 
