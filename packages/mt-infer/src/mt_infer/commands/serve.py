@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -57,8 +57,11 @@ class Serve:
     max_batch: int = 64
     """Largest number of requests in a pass."""
     replicas: int = 1
-    """Number of engines, each with the model in a process of its own; a request goes to the one
-    that has seen the beginning of its prompt, or to the one with the least work."""
+    """Number of engines, each with the model in a process of its own, and on a GPU of its own if
+    there are several; a request goes to the one that has seen the beginning of its prompt, or to
+    the one with the least work."""
+    prefill: int = 0
+    """Number of further engines that only compute prompts, and hand their blocks to the others."""
     max_queue: int = 256
     """Largest number of requests that wait; more are refused until some have ended."""
     max_body_bytes: int = 8 << 20
@@ -97,6 +100,8 @@ class Serve:
 
         if self.replicas < 1:
             raise ValueError(f"--replicas {self.replicas}: use 1 or more")
+        if self.prefill < 0:
+            raise ValueError(f"--prefill {self.prefill}: use 0 or more")
         named = [each.partition("=") for each in self.adapter]
         wrong = next((name for name, _, folder in named if not (name and folder)), None)
         if wrong is not None:
@@ -123,8 +128,10 @@ class Serve:
         from mt_infer.server.replicas import Replicas
 
         how = {"max_stream_bytes": limits.max_stream_bytes}
-        engines = [EngineProcess(setup, **how) for _ in range(self.replicas)]
-        backend = engines[0] if self.replicas == 1 else Replicas(engines)
+        numbers = range(self.replicas + self.prefill)
+        engines = [EngineProcess(replace(setup, device=each), **how) for each in numbers]
+        answering, prefill = engines[: self.replicas], engines[self.replicas :]
+        backend = engines[0] if len(engines) == 1 else Replicas(answering, prefill=prefill)
         with bound(self.host, self.port) as listener:
             port = listener.getsockname()[1]
             shown = f"[{self.host}]" if ":" in self.host else self.host
