@@ -102,14 +102,15 @@ def test_hostile_bodies_are_refused_and_leave_nothing_behind(engine: Engine, num
 
     async def run() -> None:
         async with app.router.lifespan_context(app):
-            await attack(app, 0, 1000)  # caches and arenas of memory fill
+            # Meanwhile oneDNN's cache of primitives, by shape, and malloc's arenas fill.
+            await attack(app, 0, number // 2)
             gc.collect()
             before = resident_bytes()
-            found = await attack(app, 1, number)
+            found = await attack(app, 1, number // 2)
             gc.collect()
             assert resident_bytes() - before < 50 << 20
-            assert found[200] > number // 50
-            assert found[400] > number // 2
+            assert found[200] > number // 100
+            assert found[400] > number // 4
             assert set(found) <= {200, 400, 401, 403, 404, 413, 429}
             stats = await app.state.serving.backend.stats()
             assert stats["free_blocks"] == stats["blocks"]

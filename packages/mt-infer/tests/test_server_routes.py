@@ -349,12 +349,3 @@ def test_a_wrong_request_is_an_error_of_the_client(
     how: Any = {"model": "model", "messages": TALK, "max_tokens": 2}
     with pytest.raises(error, match=text):
         client.chat.completions.create(stream=stream, **how | change)
-
-
-def test_vectors_have_their_turn_beside_a_long_answer(client: OpenAI) -> None:
-    how: Any = {"model": "model", "prompt": "to be", "max_tokens": 450, "stream": True}
-    with client.completions.create(**how, extra_body={"min_tokens": 450}) as chunks:
-        next(iter(chunks))
-        client.embeddings.create(model="model", input=["to be"] * 20)
-        rest = sum(1 for _ in chunks)
-    assert rest > 100  # so it was far from its end when the vectors came

@@ -82,7 +82,7 @@ class Receipt:
 
 
 def answered(completions: Sequence[Completion]) -> tuple[Answered, ...]:
-    """Return what a receipt keeps of continuations."""
+    """Return the records of continuations for a receipt."""
     return tuple(
         Answered(
             seed=each.seed,

@@ -158,8 +158,8 @@ class Message:
 
     Attributes:
         role: Who says it; the developer is the system.
-        content: What is said.
-        name: Name of who says it, or of the function that was called.
+        content: The text, or its parts.
+        name: Name of the speaker, or of the called function.
         tool_calls: Calls of functions, by the assistant.
         tool_call_id: Id of the call of which this is the result.
         reasoning_content: What the assistant wrote for itself.

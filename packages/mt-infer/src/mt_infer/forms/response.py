@@ -96,7 +96,7 @@ class InputMessage(InputItem):
 
     Attributes:
         role: Who says it.
-        content: What is said.
+        content: The text, or its parts.
         id: Not read.
         status: Not read.
     """

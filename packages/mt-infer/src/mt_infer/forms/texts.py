@@ -54,7 +54,7 @@ class EmbeddingForm:
         model: Name of the served model.
         encoding_format: `float` for numbers, `base64` for the bytes of fp32.
         dimensions: Size of the vectors, which must be the model's.
-        pooling: Whose features make the vector; see `Engine.embed`.
+        pooling: Tokens whose features make the vector; see `Engine.embed`.
     """
 
     NOT_SERVED: ClassVar[Mapping[str, str]] = {}
@@ -123,7 +123,7 @@ class DetokenizeForm:
 
 
 def prompts_of(given: Given) -> list[str | list[int]]:
-    """Return the prompts of a field that has one or several."""
+    """Return the prompts of a field, which has one or several."""
     if isinstance(given, str):
         return [given]
     tokens = [each for each in given if isinstance(each, int)]

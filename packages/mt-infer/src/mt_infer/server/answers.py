@@ -84,7 +84,7 @@ class Writer:
             yield {**self._head(self.chunk_kind, self.ended[0].step), "choices": [], **ending}
 
     def ending(self) -> dict[str, Any]:
-        """Return what is known at the end: numbers of tokens, and the receipt if it is wanted."""
+        """Return the numbers of tokens, and the receipt if it is wanted."""
         found: dict[str, Any] = {"usage": usage_of(self.prompts, self.ended)}
         if self.form.receipt:
             found["receipt"] = to_plain(self._receipt())

@@ -14,7 +14,7 @@ _ASKED = AnswerForm(calls="llama3")
 
 
 def call_grammar(form: ChatForm) -> str:
-    """Return the grammar, as llguidance reads it, of an answer that is calls of functions."""
+    """Return a grammar of llguidance for an answer of calls of functions."""
     functions = [each.function for each in form.callable]
     names = [f"call_{number}" for number in range(len(functions))]
     rest = ' ("; " call)*' if form.parallel_tool_calls else ""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 from mt_files import to_plain
 from mt_tokenizer import Tokenizer
@@ -21,7 +19,6 @@ from mt_infer.sampling import Sampling
 from mt_infer.server.backend import EngineDownError, Facts, Picture, Pooling
 from mt_infer.service import Service
 
-T = TypeVar("T")
 _MOMENT_S = 0.005
 _SWAP_S = 30.0  # then no news come until the running requests have ended
 
@@ -48,7 +45,6 @@ class LocalEngine:
         self._digests: dict[int | None, str] = {}
         self._readers: set[_Reader] = set()
         self._is_wanted, self._is_closed, self._is_asleep = threading.Event(), False, False
-        self._turns: deque[threading.Event] = deque()
         self._error: BaseException | None = None
         self._may_begin, self._swaps = asyncio.Event(), asyncio.Lock()
         self._may_begin.set()
@@ -146,7 +142,7 @@ class LocalEngine:
         self._check_ready()
         found = []
         for prompt in prompts:
-            vectors = await self._in_turn(self.engine.embed, list(prompt), pooling=pooling)
+            vectors = await asyncio.to_thread(self.engine.embed, list(prompt), pooling=pooling)
             found += vectors.tolist()
         return found
 
@@ -182,7 +178,7 @@ class LocalEngine:
                 end = asyncio.get_running_loop().time() + _SWAP_S
                 while self._readers and asyncio.get_running_loop().time() < end:
                     await asyncio.sleep(_MOMENT_S)
-                return await self._in_turn(self.engine.load_step, step)
+                return await asyncio.to_thread(self.engine.load_step, step)
             finally:
                 self._may_begin.set()
                 self._is_wanted.set()
@@ -202,26 +198,17 @@ class LocalEngine:
 
     async def load_adapter(self, name: str, folder: str) -> None:
         """Load a LoRA adapter."""
-        await self._in_turn(self.engine.load_adapter, name, folder)
+        await asyncio.to_thread(self.engine.load_adapter, name, folder)
 
     async def remove_adapter(self, name: str) -> None:
         """Forget an adapter."""
-        await self._in_turn(self.engine.remove_adapter, name)
+        await asyncio.to_thread(self.engine.remove_adapter, name)
 
     async def close(self) -> None:
         """End the engine's thread."""
         self._is_closed = True
         self._is_wanted.set()
         await asyncio.to_thread(self._thread.join)
-
-    async def _in_turn(self, deed: Callable[..., T], *arguments: Any, **how: Any) -> T:
-        """Do what takes the engine's lock; the next pass waits, or it would take the lock again."""
-        done = threading.Event()
-        self._turns.append(done)
-        try:
-            return await asyncio.to_thread(deed, *arguments, **how)
-        finally:
-            done.set()
 
     def _check_ready(self) -> None:
         if self._is_asleep:
@@ -237,8 +224,6 @@ class LocalEngine:
                 self._is_wanted.clear()
                 while self.engine.advance() and not self._is_closed:
                     self._tell()
-                    while self._turns:
-                        self._turns.popleft().wait()
                 self._tell()
         except BaseException as error:  # noqa: BLE001 - the readers raise it
             self._error = error
