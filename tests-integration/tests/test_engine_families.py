@@ -175,7 +175,8 @@ def test_requests_have_the_answers_that_each_has_alone(made, name, way) -> None:
     assert engine.batch_invariant
     check(engine, asked, together(engine, asked), expected)
     counted = COUNTED.get(way)
-    if counted is not None:
+    # Prompts of an encoder aren't tokens of the decoder, whose texts begin alike by chance.
+    if counted is not None and (way != "prefix" or not FAMILIES[name].has_encoder):
         assert engine.stats()[counted] > 0
 
 
@@ -184,28 +185,30 @@ def test_requests_have_the_answers_that_each_has_alone(made, name, way) -> None:
     [pytest.param(n, marks=() if n == "qwen3_moe" else pytest.mark.campaign) for n in FAMILIES],
 )
 def test_greedy_answers_are_those_of_transformers(made, name) -> None:
-    _, model, asked, expected = made(name)
+    folder, model, asked, expected = made(name)
     greedy = [number for number, each in enumerate(asked) if not each.sampling.temperature]
     for number in greedy[:8]:
         each = asked[number]
-        assert generated(model, name, each) == expected[number][0]
+        assert generated(folder, model, name, each) == expected[number][0]
 
 
 @torch.inference_mode()
-def generated(model: Any, name: str, asked: Asked) -> list[int]:
+def generated(folder: Path, model: Any, name: str, asked: Asked) -> list[int]:
     """Return the tokens of transformers."""
     prompt, more = asked.prompt, {}
     if asked.images is not None:
         from mt_hf import open_pretrained
         from mt_model import expand_image_tokens
 
-        images = open_pretrained(model.name_or_path).config.images
+        images = open_pretrained(folder).config.images
         prompt = expand_image_tokens(prompt, images, num_images=1)
         more = {"pixel_values": torch.stack(asked.images)}
     given = torch.tensor([prompt])
+    has_encoder = FAMILIES[name].has_encoder
     how = {"attention_mask": torch.ones_like(given), "do_sample": False, **more}
-    tokens = model.generate(given, max_new_tokens=asked.sampling.max_tokens, **how)[0].tolist()
-    return tokens[1 if FAMILIES[name].has_encoder else len(prompt) :]
+    # Its cache has a layer for each of the encoder's, and a decoder may have more.
+    how |= {"use_cache": not has_encoder, "max_new_tokens": asked.sampling.max_tokens}
+    return model.generate(given, **how)[0, 1 if has_encoder else len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize(("index", "way"), [(1, "host"), (2, "chunks")])
