@@ -349,3 +349,8 @@ def test_a_wrong_request_is_an_error_of_the_client(
     how: Any = {"model": "model", "messages": TALK, "max_tokens": 2}
     with pytest.raises(error, match=text):
         client.chat.completions.create(stream=stream, **how | change)
+
+
+def test_an_error_of_the_engine_names_the_field(site: Site) -> None:
+    found = site.post("/v1/completions", {"prompt": "to be", "regex": "("})
+    assert (found.status, found.body["error"]["param"]) == (400, "regex")

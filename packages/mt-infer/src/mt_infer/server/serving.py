@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from mt_files import MissingExtraError, UserError, did_you_mean
@@ -32,6 +32,7 @@ from mt_infer.service import Service
 
 T = TypeVar("T")
 _RETRY_S = 1
+_FIELDS = frozenset(each.name for each in fields(Sampling))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,4 +240,6 @@ def refusals() -> Iterator[None]:
     except EngineFailedError as error:
         raise RefusedError(500, str(error), code="engine_failed") from error
     except (ValueError, UserError, MissingExtraError) as error:
-        raise RefusedError(400, str(error)) from error
+        name = str(error).partition(":")[0]
+        param = name if name in _FIELDS else None
+        raise RefusedError(400, str(error), param=param, code="invalid_value") from error
