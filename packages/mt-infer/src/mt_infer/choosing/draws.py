@@ -15,6 +15,7 @@ from mt_infer.sampling import Sampling
 NO_TOKEN = -1
 """Stands for the token of a row of scores from which none can be chosen."""
 
+_LOWEST, _BUCKETS = 100.0, 4096  # scores below the largest one by more share the last bucket
 _FEW = 64  # a draw rarely falls behind as many most likely tokens
 
 
@@ -138,7 +139,9 @@ def draw(logits: Tensor, sampling: Sampling, draws: Tensor, *, quick: bool = Tru
         is_sure |= ~is_usable
         if not is_sure.all():
             rest = (~is_sure).nonzero().flatten()
-            chosen[rest] = _from_all(scores[rest], sampling, draws[rest])
+            is_plain = sampling.kept[1:4:2] == (0, 0.0) and scores.device.type == "cpu"
+            others = _from_buckets if is_plain else _from_all
+            chosen[rest] = others(scores[rest], sampling, draws[rest])
     return chosen.masked_fill(~is_usable, NO_TOKEN)
 
 
@@ -179,6 +182,40 @@ def _from_few(scores: Tensor, sampling: Sampling, draws: Tensor) -> tuple[Tensor
     target = draws * total
     is_inside = target < cumulative.masked_fill(~is_clear, 0.0).amax(-1)
     return _at(target, cumulative, kept, order), is_whole & is_inside
+
+
+def _from_buckets(scores: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
+    """Draw as `_from_all` by temperature and top-p, but sort the tokens of two buckets alone."""
+    probabilities = scores.softmax(-1)
+    buckets = (scores.clamp(min=-_LOWEST) * -(_BUCKETS / _LOWEST)).long()
+    found = [
+        _from_row(row, probabilities[index], buckets[index], sampling.top_p, float(draws[index]))
+        for index, row in enumerate(scores)
+    ]
+    return torch.tensor(found)
+
+
+def _from_row(
+    scores: Tensor, probabilities: Tensor, buckets: Tensor, top_p: float, number: float
+) -> int:
+    """Draw a token from a row whose buckets have the larger scores first."""
+    mass = torch.bincount(buckets, weights=probabilities, minlength=_BUCKETS + 1).cumsum(0)
+
+    def around(target: float, *, right: bool) -> tuple[Tensor, Tensor, int]:
+        """Return the tokens of the target's bucket in order, their mass, and its place there."""
+        bucket = int(torch.searchsorted(mass, target, right=right).clamp(max=_BUCKETS))
+        ids = (buckets == bucket).nonzero().flatten()
+        ids = ids[scores[ids].argsort(descending=True, stable=True)]
+        before = mass[bucket - 1] if bucket else 0.0
+        cumulative = before + probabilities[ids].cumsum(0)
+        return ids, cumulative, int(torch.searchsorted(cumulative, target, right=right))
+
+    total = 1.0
+    if top_p < 1:
+        _, cumulative, place = around(top_p, right=False)
+        total = float(cumulative[min(place, len(cumulative) - 1)])
+    ids, _, place = around(number * total, right=True)
+    return int(ids[min(place, len(ids) - 1)])
 
 
 def _filtered(probabilities: Tensor, sampling: Sampling) -> Tensor:
