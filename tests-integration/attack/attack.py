@@ -68,6 +68,7 @@ def rows() -> list[Row]:
     import interfaces
     import kills
     import models
+    import serving
     import surroundings
     import tokens
 
@@ -80,6 +81,7 @@ def rows() -> list[Row]:
         interfaces,
         folders,
         models,
+        serving,
         surroundings,
     )
     return [row for module in modules for row in module.ROWS]

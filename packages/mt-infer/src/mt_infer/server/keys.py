@@ -101,9 +101,11 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_mode & _OTHERS:
             raise KeyFileError(f"{path}: others may read or write it; run chmod 600 {path}")
-        text = file.read(_MOST_BYTES).decode(errors="replace")
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise KeyFileError(f"{path} has more than {_MOST_BYTES} bytes; leave keys out")
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
         words = line.split()
         if not words or line.startswith("#"):
             continue
