@@ -609,8 +609,8 @@ def test_attention_to_a_cache_asks_for_steady_kernels_and_training_does_not(monk
     model, tokens = GPT(gpt(**TINY)), batch()["tokens"]
     cache = model.new_cache(batch_size=2, max_length=12)
     model.logits(tokens, cache=cache)
-    model.logits(tokens[:, :1], cache=cache)
-    assert asked == [9, 9, 9, 1, 1, 1]
+    model.logits(tokens[:, :2], cache=cache)  # a CPU has a kernel of its own for one
+    assert asked == [9, 9, 9, 2, 2, 2]
     model(tokens)
     assert len(asked) == 6
 
