@@ -156,12 +156,12 @@ class LocalEngine:
         """Return the keys and values of a prompt's full blocks."""
         self._check_ready()
         how = {"adapter": adapter, "service": service}
-        return await self._in_turn(self.engine.hand_over, list(prompt), **how)
+        return await asyncio.to_thread(self.engine.hand_over, list(prompt), **how)
 
     async def take_over(self, content: bytes) -> int:
         """Keep blocks of another engine."""
         self._check_ready()
-        return await self._in_turn(self.engine.take_over, content)
+        return await asyncio.to_thread(self.engine.take_over, content)
 
     async def stats(self) -> dict[str, int]:
         """Return the counts of `Engine.stats`."""
