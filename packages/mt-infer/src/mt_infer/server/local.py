@@ -127,10 +127,10 @@ class LocalEngine:
                         yield delta
                     if has_ended:
                         return
+                    if self._error is not None:  # it may have come before there was a reader
+                        raise EngineDownError(f"the engine failed: {self._error}")
                     await reader.has_news.wait()
                     reader.has_news.clear()
-                    if self._error is not None:
-                        raise EngineDownError(f"the engine failed: {self._error}")
         finally:
             self._readers.discard(reader)
             self._is_wanted.set()  # the thread may have to let cancelled requests go
