@@ -369,10 +369,10 @@ def main() -> None:
         for name in given.rows:
             own = ROWS.get(name)
             rows[name] = gaps(bench) if own is None else measured(bench, own(bench), bandwidth)
+            report |= {"rows": rows, "skipped": bench.skipped}
+            write_report(given.out, report)  # what is done by now
             print(name, "is done", flush=True)
-    report |= {"rows": rows, "skipped": bench.skipped}
     print("\n".join(tables(report)))
-    write_report(given.out, report)
 
 
 if __name__ == "__main__":

@@ -85,11 +85,13 @@ def llama_cpp(folder: Path, dtype: str, *, slots: int, threads: int) -> Generate
     how = {"temperature": 0, "ignore_eos": True, "cache_prompt": False, "return_tokens": True}
 
     def generate(prompts: Tokens, counts: Sequence[int]) -> Tokens:
-        found = server.handle_completions({"prompt": prompts, "n_predict": max(counts), **how})
+        asked = {"prompt": prompts, "n_predict": max(counts), "max_tokens": max(counts), **how}
+        found = server.handle_completions(asked)
         found = found if isinstance(found, list) else [found]
-        if any("tokens" not in each for each in found):
+        if any("choices" not in each for each in found):
             raise MissingError(f"llama.cpp: {json.dumps(found)[:200]}")
-        return [each["tokens"] for each in found]
+        texts = [choice["text"] for each in found for choice in each["choices"]]
+        return [[int(each) for each in text.split("t")[1:]] for text in texts]  # see gguf_file
 
     return generate
 
@@ -111,7 +113,7 @@ def gguf_file(folder: Path, dtype: str) -> Path:
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_vocab_size(vocab)
     writer.add_tokenizer_model("llama")
