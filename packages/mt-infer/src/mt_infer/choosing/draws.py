@@ -139,7 +139,8 @@ def draw(logits: Tensor, sampling: Sampling, draws: Tensor, *, quick: bool = Tru
         is_sure |= ~is_usable
         if not is_sure.all():
             rest = (~is_sure).nonzero().flatten()
-            is_plain = sampling.kept[1:4:2] == (0, 0.0) and scores.device.type == "cpu"
+            # On a GPU the masses of buckets would be summed in any order.
+            is_plain = sampling.top_k == 0 and sampling.min_p == 0 and not scores.is_cuda
             others = _from_buckets if is_plain else _from_all
             chosen[rest] = others(scores[rest], sampling, draws[rest])
     return chosen.masked_fill(~is_usable, NO_TOKEN)

@@ -176,7 +176,7 @@ class MTPDrafter(ScoredDrafter):
         return scores
 
     def keep(self, parts: Sequence[Part]) -> None:
-        """Keep the features of accepted tokens, and of earlier ones that are read again."""
+        """Keep the features of accepted tokens, and of earlier tokens for the next pass."""
         assert self._runner.features is not None, "the pass had them"  # noqa: S101
         pieces = self._runner.features[0].split([len(part.fed) for part in parts])
         for part, own in zip(parts, pieces, strict=True):

@@ -260,7 +260,7 @@ class Engine(Calls):
             return self._handover.give(tokens, adapter=adapter, caller=service.caller)
 
     def take_over(self, content: bytes) -> int:
-        """Keep the blocks of `hand_over`, so that a request with this prompt starts behind them.
+        """Keep blocks from `hand_over`; a request with the same prompt then starts behind them.
 
         Blocks are kept as those of earlier requests are, as far as there is room.
 

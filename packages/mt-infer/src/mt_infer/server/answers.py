@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Protocol
@@ -25,7 +26,7 @@ _COMPACT = (",", ":")
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-class Writer:
+class Writer(ABC):
     """What makes the body of an answer, whole or in chunks.
 
     Args:
@@ -53,13 +54,13 @@ class Writer:
         self.model = form.model or serving.facts.model
         self._fingerprints: dict[int | None, str] = {}
 
+    @abstractmethod
     def choice(self, index: int, found: Completion) -> dict[str, Any]:
         """Return a whole choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self, delta: Delta) -> Iterable[dict[str, Any]]:
         """Return the choices of the chunks of a delta."""
-        raise NotImplementedError
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of a whole answer."""
@@ -140,8 +141,7 @@ async def streamed(
         request: The request.
         ask: What the engine is asked.
         writer: Makes the events.
-        named: Whether an event begins with the name that is its `type`, and no mark ends the
-            stream.
+        named: Whether each event begins with its `type` as a name; such a stream has no `[DONE]`.
 
     Raises:
         RefusedError: The engine refuses before the first delta; later errors are events.

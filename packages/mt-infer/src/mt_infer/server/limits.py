@@ -18,7 +18,6 @@ class Limits:
         max_body_bytes: Largest body of a request.
         max_prompt_bytes: Largest text of a prompt, before it is tokenised.
         max_depth: Deepest nesting of a body's lists and mappings.
-        max_choices: Largest number of continuations of one request.
         max_connections: Largest number of open connections.
         max_stream_bytes: Largest number of bytes of answers that wait for a slow reader.
         deadline_s: Seconds after which a request ends with what it has.
@@ -34,7 +33,6 @@ class Limits:
     max_body_bytes: int = 8 << 20
     max_prompt_bytes: int = 1 << 20
     max_depth: int = 64
-    max_choices: int = 128
     max_connections: int = 1024
     max_stream_bytes: int = 1 << 20
     deadline_s: float = 600.0
@@ -48,6 +46,6 @@ class Limits:
         checks = Checks(self)
         checks.at_least(0, "max_queue", "drain_s")
         checks.at_least(1, "max_queue_tokens", "max_body_bytes", "max_prompt_bytes", "max_depth")
-        checks.at_least(1, "max_choices", "max_connections", "max_stream_bytes")
+        checks.at_least(1, "max_connections", "max_stream_bytes")
         checks.above(0, "deadline_s", "header_s", "body_s", "idle_s", "send_s")
         checks.done()

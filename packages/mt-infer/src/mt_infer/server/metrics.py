@@ -54,7 +54,7 @@ class Metrics:
     """The metrics of one server.
 
     Attributes:
-        rejected: Requests that were refused, by reason.
+        rejected: Number of refused requests, by reason.
         ended: Continuations that have ended, by reason.
         prompt_tokens: Tokens of prompts.
         generation_tokens: Tokens of continuations.

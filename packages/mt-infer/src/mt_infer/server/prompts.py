@@ -66,7 +66,7 @@ class Prompts:
         return self._backend.tokenizer
 
     async def of(self, given: Sequence[str | list[int]], param: str) -> list[Prompt]:
-        """Return prompts that are texts or lists of tokens.
+        """Return the tokens of prompts, each a text or a list of tokens.
 
         Args:
             given: The prompts.

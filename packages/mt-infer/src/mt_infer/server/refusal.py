@@ -15,8 +15,8 @@ class RefusedError(Exception):
 
     Args:
         status: Status of the answer.
-        message: What is wrong with which value, and what is allowed.
-        param: Field that is wrong.
+        message: The problem with its value, and the allowed values.
+        param: Name of the field at fault.
         code: Short name of the reason.
         retry_after: Seconds after which the client may try again.
     """
