@@ -1,0 +1,1 @@
+"""What `mt-data` does: one module for each subject."""
