@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from mt_infer import Completion, Engine, EngineOptions, Sampling
-from mt_infer.server.backend import Backend, EngineDownError
-from mt_infer.server.local import LocalEngine
-from mt_infer.server.process import EngineProcess, Setup
-from mt_infer.server.replicas import Replicas
+from mt_infer.backends.backend import Backend, EngineDownError
+from mt_infer.backends.local import LocalEngine
+from mt_infer.backends.process import EngineProcess, Setup
+from mt_infer.backends.replicas import Replicas
 from mt_model import gpt
 from test_engine import model_of
 

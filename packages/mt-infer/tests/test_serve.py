@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 from mt_infer import Sampling
+from mt_infer.backends.backend import EngineDownError, EngineFailedError
+from mt_infer.backends.process import EngineProcess, EngineStartError, Setup
 from mt_infer.cli import main
+from mt_infer.logs import JsonFormatter
 from mt_infer.server import Key, Keys, Limits, create_app
-from mt_infer.server.backend import EngineDownError, EngineFailedError
 from mt_infer.server.http import Server, bound, check_address
 from mt_infer.server.keys import KeyFileError, keys_of_environment, read_keys
-from mt_infer.server.logs import JsonFormatter
-from mt_infer.server.process import EngineProcess, EngineStartError, Setup
 from mt_model import gpt
 from serving import Process, wait_for
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from mt_files import FileError, UserError, parse_json, shorten
 
+KEY_VARIABLE = "MT_INFER_API_KEY"  # of the environment
 _MOST_BYTES = 1 << 24  # of an answer, or of an event of a stream
 _USUAL_PORTS = {"http": 80, "https": 443}
 _OK = 200

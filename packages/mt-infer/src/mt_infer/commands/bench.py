@@ -88,9 +88,9 @@ class Bench:
 
     def _measure(self, url: str) -> dict[str, Any]:
         from mt_infer.bench.measuring import Target, report, run
-        from mt_infer.client import Client, ServerError
+        from mt_infer.client import KEY_VARIABLE, Client, ServerError
 
-        key = os.environ.get("MT_INFER_API_KEY")
+        key = os.environ.get(KEY_VARIABLE)
         client = Client(url=url, key=key, timeout_s=self.timeout)
         model = self.name or next(iter(client.models()), None)
         if model is None:

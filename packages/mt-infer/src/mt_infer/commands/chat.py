@@ -54,13 +54,13 @@ class Chat:
 
     def _remote(self) -> Speaker:
         from mt_infer.chat.speaker import RemoteSpeaker
-        from mt_infer.client import Client, ServerError
+        from mt_infer.client import KEY_VARIABLE, Client, ServerError
 
         local = {"step": self.step, "dtype": self.dtype, "download": self.download or None}
         for name, value in local.items():
             if value is not None:
                 raise ValueError(f"--{name} is for a folder, and {self.model} is a server's")
-        client = Client(url=self.model, key=os.environ.get("MT_INFER_API_KEY"))
+        client = Client(url=self.model, key=os.environ.get(KEY_VARIABLE))
         served = client.models()
         if self.name is None and not served:
             raise ServerError(f"{self.model} lists no models; give one with --name")

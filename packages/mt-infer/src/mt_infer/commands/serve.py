@@ -15,9 +15,9 @@ from mt_files import MissingExtraError, require
 from mt_infer.console import print_text
 
 if TYPE_CHECKING:
+    from mt_infer.backends.process import Setup
     from mt_infer.server.keys import Keys
     from mt_infer.server.limits import Limits
-    from mt_infer.server.process import Setup
 
 
 @dataclass(kw_only=True)
@@ -78,10 +78,10 @@ class Serve:
                 raise MissingExtraError(
                     "mt-infer serve needs: pip install 'mt-infer[server]'"
                 ) from error
+        from mt_infer.logs import log_to
         from mt_infer.server.http import check_address
         from mt_infer.server.keys import Keys, keys_of_environment, read_keys
         from mt_infer.server.limits import Limits
-        from mt_infer.server.logs import log_to
 
         files = self.api_key_file, self.admin_key_file
         clients, admins = (() if each is None else read_keys(each) for each in files)
@@ -96,7 +96,7 @@ class Serve:
         return asyncio.run(self._serve(keys, limits, self._setup()))
 
     def _setup(self) -> Setup:
-        from mt_infer.server.process import Setup
+        from mt_infer.backends.process import Setup
 
         if self.replicas < 1:
             raise ValueError(f"--replicas {self.replicas}: use 1 or more")
@@ -122,10 +122,10 @@ class Serve:
         )
 
     async def _serve(self, keys: Keys, limits: Limits, setup: Setup) -> int:
+        from mt_infer.backends.process import EngineProcess
+        from mt_infer.backends.replicas import Replicas
         from mt_infer.server.app import create_app
         from mt_infer.server.http import Server, bound
-        from mt_infer.server.process import EngineProcess
-        from mt_infer.server.replicas import Replicas
 
         how = {"max_stream_bytes": limits.max_stream_bytes}
         numbers = range(self.replicas + self.prefill)

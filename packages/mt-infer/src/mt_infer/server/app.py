@@ -11,12 +11,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mt_infer.backends.backend import Backend
 from mt_infer.forms.bodies import FormError
-from mt_infer.server.backend import Backend
+from mt_infer.forms.refusal import RefusedError
 from mt_infer.server.gate import Gate, response_of
 from mt_infer.server.keys import Keys
 from mt_infer.server.limits import Limits
-from mt_infer.server.refusal import RefusedError
 from mt_infer.server.routes import routers
 from mt_infer.server.serving import Serving
 
@@ -58,7 +58,7 @@ def create_app(
 def _backend(engine: Engine | Backend) -> Backend:
     if hasattr(type(engine), "is_ready"):  # by its class, as facts may not be known yet
         return cast("Backend", engine)
-    from mt_infer.server.local import LocalEngine
+    from mt_infer.backends.local import LocalEngine
 
     return LocalEngine(cast("Engine", engine))
 

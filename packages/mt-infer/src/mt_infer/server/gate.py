@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mt_infer.forms.refusal import RefusedError
 from mt_infer.server.keys import Client, Keys
 from mt_infer.server.limits import Limits
-from mt_infer.server.refusal import RefusedError
 
 _OPEN = "/health"  # says nothing but that the process is alive
 _ADMIN = "/admin"

@@ -19,9 +19,9 @@ from fastapi import FastAPI
 from mt_files import UserError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mt_infer.forms.refusal import RefusedError
 from mt_infer.server.keys import Keys
 from mt_infer.server.limits import Limits
-from mt_infer.server.refusal import RefusedError
 
 _HEADER_BYTES = 1 << 15
 _BACKLOG = 2048

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from mt_files import Checks, UserError, open_file
 
-VARIABLE = "MT_INFER_API_KEY"
+from mt_infer.client import KEY_VARIABLE
+
 _LEAST_LETTERS = 16
 _MOST_BYTES = 1 << 20
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -120,13 +121,13 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 def keys_of_environment(environment: Mapping[str, str]) -> tuple[Key, ...]:
     """Return the key of the variable MT_INFER_API_KEY, if it is set."""
-    value = environment.get(VARIABLE)
+    value = environment.get(KEY_VARIABLE)
     if value is None:
         return ()
     try:
         return (Key(secret=value),)
     except ValueError as error:
-        raise KeyFileError(f"{VARIABLE}: {error}") from error
+        raise KeyFileError(f"{KEY_VARIABLE}: {error}") from error
 
 
 def _key(secret: str, priority: str = "priority=0") -> Key:

@@ -7,65 +7,32 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, TypeVar
 
-from mt_files import MissingExtraError, UserError, did_you_mean
+from mt_files import MissingExtraError, UserError
 from starlette.requests import Request
 
-from mt_infer.completion import Completion, Delta
-from mt_infer.sampling import Sampling
-from mt_infer.server.backend import (
+from mt_infer.backends.backend import (
     Backend,
     EngineDownError,
     EngineFailedError,
     Facts,
-    Picture,
     Pooling,
 )
+from mt_infer.completion import Completion, Delta
+from mt_infer.forms.refusal import RefusedError
+from mt_infer.prompts.ask import Ask
+from mt_infer.prompts.prompt import Prompt, Prompts
+from mt_infer.sampling import Sampling
 from mt_infer.server.keys import Client
 from mt_infer.server.limits import Limits
 from mt_infer.server.metrics import Metrics
-from mt_infer.server.prompts import Prompts
-from mt_infer.server.refusal import RefusedError
 from mt_infer.service import Service
 
 T = TypeVar("T")
 _RETRY_S = 1
 _FIELDS = frozenset(each.name for each in fields(Sampling))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What a route wants of the engine.
-
-    Attributes:
-        prompts: Tokens of each prompt.
-        sampling: How to choose tokens.
-        images: Images of each prompt.
-        adapter: Name of the adapter.
-        cache_salt: What narrows who finds the cached blocks: this client's requests of this salt.
-        deadline_s: Seconds after which the request ends with what it has, if that is sooner than
-            the server's own deadline.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    sampling: Sampling
-    images: Sequence[Sequence[Picture]] | None = None
-    adapter: str | None = None
-    cache_salt: str = ""
-    deadline_s: float | None = None
-
-    @property
-    def continuations(self) -> int:
-        """Number of continuations."""
-        return len(self.prompts) * self.sampling.n
-
-    @property
-    def tokens(self) -> int:
-        """Largest number of tokens of the prompts and continuations."""
-        given = sum(map(len, self.prompts)) * self.sampling.n
-        return given + self.continuations * max(1, self.sampling.max_tokens)
 
 
 class Serving:
@@ -83,7 +50,7 @@ class Serving:
 
     def __init__(self, backend: Backend, limits: Limits) -> None:
         self.backend, self.limits, self.metrics = backend, limits, Metrics()
-        self.prompts = Prompts(backend, limits)
+        self.prompts = Prompts(backend, limits.max_prompt_bytes)
         self.is_draining = False
         self._continuations = self._tokens = 0
 
@@ -96,21 +63,6 @@ class Serving:
     def facts(self) -> Facts:
         """The model and its engine."""
         return self.backend.facts
-
-    def adapter_of(self, model: object) -> str | None:
-        """Return the adapter that a request's `model` names; None for the model, or for no name.
-
-        Raises:
-            RefusedError: There is no such model.
-        """
-        facts = self.facts
-        known = facts.model, *facts.adapters
-        if model in ("", facts.model):
-            return None
-        if isinstance(model, str) and model in known:
-            return model
-        message = f"model {str(model)[:80]!r} is not served. {did_you_mean(str(model)[:80], known)}"
-        raise RefusedError(404, message, param="model", code="model_not_found")
 
     async def deltas(self, request: Request, ask: Ask) -> AsyncGenerator[Delta, None]:
         """Yield the deltas of the continuations; closing it, or a client that leaves, cancels them.
@@ -126,14 +78,17 @@ class Serving:
             deadline_s=deadline,
             caller=_caller(client.name, ask.cache_salt),
         )
-        how = {"images": ask.images, "adapter": ask.adapter, "service": service}
+        pictures = [each.images for each in ask.prompts]
+        how = {"adapter": ask.adapter, "service": service}
         with self._admitted(ask), refusals():
-            stream = self.backend.stream(ask.prompts, ask.sampling, **how)
+            stream = self.backend.stream(
+                ask.tokens, ask.sampling, images=pictures if any(pictures) else None, **how
+            )
             async with aclosing(stream):
                 async for delta in stream:
                     self._count(delta, begun, seen)
                     yield delta
-        self.metrics.prompt_tokens.inc(sum(map(len, ask.prompts)))
+        self.metrics.prompt_tokens.inc(ask.num_prompt_tokens)
         self.metrics.whole_s.observe(time.monotonic() - begun)
 
     async def completions(self, request: Request, ask: Ask) -> list[Completion]:
@@ -141,13 +96,13 @@ class Serving:
         return await until_gone(request, self._gathered(request, ask))
 
     async def vectors(
-        self, request: Request, prompts: Sequence[Sequence[int]], pooling: Pooling = "last"
+        self, request: Request, prompts: Sequence[Prompt], pooling: Pooling = "last"
     ) -> list[list[float]]:
         """Return the embedding of each prompt."""
         ask = Ask(prompts=prompts, sampling=Sampling(max_tokens=0))
         with self._admitted(ask), refusals():
-            found = await until_gone(request, self.backend.embed(prompts, pooling))
-        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+            found = await until_gone(request, self.backend.embed(ask.tokens, pooling))
+        self.metrics.prompt_tokens.inc(ask.num_prompt_tokens)
         return found
 
     async def _gathered(self, request: Request, ask: Ask) -> list[Completion]:
@@ -161,7 +116,7 @@ class Serving:
     @contextmanager
     def _admitted(self, ask: Ask) -> Iterator[None]:
         """Count an ask's continuations and tokens while they are served, within the limits."""
-        limits, count, tokens = self.limits, ask.continuations, ask.tokens
+        limits, count, tokens = self.limits, ask.num_continuations, ask.max_num_tokens
         if self.is_draining or not self.backend.is_ready:
             self._reject("not_ready")
             raise RefusedError(

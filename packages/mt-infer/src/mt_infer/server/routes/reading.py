@@ -1,19 +1,16 @@
-"""Requests to forms, and forms to what the engine is asked."""
+"""The bodies of requests to forms."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from mt_infer.forms.bodies import Form, FormError, read_form
-from mt_infer.forms.choosing import Choosing
-from mt_infer.server.prompts import Prompt
-from mt_infer.server.refusal import RefusedError
-from mt_infer.server.serving import Ask, Serving
+from mt_infer.forms.bodies import Form, read_form
+from mt_infer.forms.refusal import RefusedError
+from mt_infer.server.serving import Serving
 
 T = TypeVar("T", bound=Form)
 _SMALL = 1 << 16  # bytes that are read without a thread
@@ -41,42 +38,3 @@ async def form_of(request: Request, cls: type[T]) -> T:
     if len(content) <= _SMALL:
         return read_form(cls, content, serving.limits.max_depth)
     return await asyncio.to_thread(read_form, cls, content, serving.limits.max_depth)
-
-
-def ask_of(
-    serving: Serving,
-    form: Choosing,
-    prompts: Sequence[Prompt],
-    *,
-    max_tokens: int | None,
-    **sampling: Any,
-) -> Ask:
-    """Return what the engine is asked.
-
-    Args:
-        serving: The server's.
-        form: The fields.
-        prompts: The prompts.
-        max_tokens: Largest number of tokens; None for the rest of the context.
-        sampling: Further parameters of the choice.
-
-    Raises:
-        RefusedError: There is no such model.
-        FormError: A receipt can't be made.
-    """
-    facts, adapter = serving.facts, serving.adapter_of(form.model)
-    has_images = any(each.images for each in prompts)
-    if form.receipt and (has_images or adapter is not None):
-        raise FormError("receipt", "is not made for images or adapters; leave it out")
-    shortest = 1 if facts.has_encoder else min(len(each.tokens) for each in prompts)
-    room = facts.max_sequence_length - shortest
-    return Ask(
-        prompts=[each.tokens for each in prompts],
-        sampling=form.sampling(
-            max_tokens=room if max_tokens is None else min(room, max_tokens), **sampling
-        ),
-        images=[each.images for each in prompts] if has_images else None,
-        adapter=adapter,
-        cache_salt=form.cache_salt,
-        deadline_s=form.deadline_s,
-    )

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mt_infer.server.refusal import RefusedError
+from mt_infer.forms.refusal import RefusedError
 from mt_infer.server.serving import Serving
 
 router = APIRouter()

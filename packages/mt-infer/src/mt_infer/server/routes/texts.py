@@ -19,9 +19,10 @@ from mt_infer.forms.texts import (
     TokenizeForm,
     prompts_of,
 )
+from mt_infer.prompts.ask import Ask, adapter_of
 from mt_infer.sampling import Sampling
 from mt_infer.server.routes.reading import form_of
-from mt_infer.server.serving import Ask, Serving
+from mt_infer.server.serving import Serving
 
 router = APIRouter()
 
@@ -31,10 +32,10 @@ async def embeddings(request: Request) -> Response:
     """Return a vector for each text."""
     serving, form = Serving.of(request), await form_of(request, EmbeddingForm)
     name = form.model or serving.facts.model
-    if serving.adapter_of(name) is not None:
+    if adapter_of(serving.facts, name) is not None:
         raise FormError("model", "an adapter makes no vectors; use the model itself")
     prompts = await serving.prompts.of(prompts_of(form.input), "input")
-    vectors = await serving.vectors(request, [each.tokens for each in prompts], form.pooling)
+    vectors = await serving.vectors(request, prompts, form.pooling)
     size = len(vectors[0])
     if form.dimensions not in (None, size):
         raise FormError("dimensions", f"{form.dimensions} is not the model's {size}")
@@ -52,14 +53,13 @@ async def score(request: Request) -> Response:
     """Return the logprob of each token of texts but the first."""
     serving, form = Serving.of(request), await form_of(request, ScoreForm)
     name = form.model or serving.facts.model
-    adapter = serving.adapter_of(name)
+    adapter = adapter_of(serving.facts, name)
     prompts = await serving.prompts.of(prompts_of(form.input), "input")
-    tokens = [each.tokens for each in prompts]
     how = Sampling(max_tokens=0, prompt_logprobs=0, seed=0)
-    scored = await serving.completions(request, Ask(prompts=tokens, sampling=how, adapter=adapter))
+    ask = Ask(prompts=prompts, sampling=how, adapter=adapter)
     found = [
-        {"index": index, "tokens": tokens[index], "logprobs": each.prompt_logprobs}
-        for index, each in enumerate(scored)
+        {"index": index, "tokens": prompts[index].tokens, "logprobs": each.prompt_logprobs}
+        for index, each in enumerate(await serving.completions(request, ask))
     ]
     return JSONResponse({"object": "list", "data": found, "model": name})
 
@@ -68,7 +68,7 @@ async def score(request: Request) -> Response:
 async def tokenize(request: Request) -> Response:
     """Return the tokens of a text."""
     serving, form = Serving.of(request), await form_of(request, TokenizeForm)
-    serving.adapter_of(form.model)
+    adapter_of(serving.facts, form.model)
     (prompt,) = await serving.prompts.of([form.prompt], "prompt")
     most = serving.facts.max_sequence_length
     found = {"tokens": prompt.tokens, "count": len(prompt.tokens), "max_model_len": most}
@@ -79,7 +79,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     serving, form = Serving.of(request), await form_of(request, DetokenizeForm)
-    serving.adapter_of(form.model)
+    adapter_of(serving.facts, form.model)
     (prompt,) = await serving.prompts.of([list(form.tokens)], "tokens")
     text = await asyncio.to_thread(serving.prompts.tokenizer.decode, prompt.tokens)
     return JSONResponse({"prompt": text})

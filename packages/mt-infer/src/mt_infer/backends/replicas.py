@@ -13,9 +13,7 @@ from pathlib import Path
 import numpy as np
 from mt_tokenizer import Tokenizer
 
-from mt_infer.completion import Delta
-from mt_infer.sampling import Sampling
-from mt_infer.server.backend import (
+from mt_infer.backends.backend import (
     Backend,
     EngineDownError,
     EngineFailedError,
@@ -23,6 +21,8 @@ from mt_infer.server.backend import (
     Picture,
     Pooling,
 )
+from mt_infer.completion import Delta
+from mt_infer.sampling import Sampling
 from mt_infer.service import Service
 
 _BLOCK = 16  # tokens that a key stands for

@@ -17,12 +17,12 @@ from typing import Any
 from mt_files import UserError
 from mt_tokenizer import Tokenizer, load_tokenizer
 
+from mt_infer.backends.backend import EngineDownError, Facts, Picture, Pooling
+from mt_infer.backends.channel import Channel
+from mt_infer.backends.wire import asked, delta_of, facts_of, next_message, packed
+from mt_infer.client import KEY_VARIABLE
 from mt_infer.completion import Delta
 from mt_infer.sampling import Sampling
-from mt_infer.server.backend import EngineDownError, Facts, Picture, Pooling
-from mt_infer.server.channel import Channel
-from mt_infer.server.keys import VARIABLE
-from mt_infer.server.wire import asked, delta_of, facts_of, next_message, packed
 from mt_infer.service import Service
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 30.0
@@ -206,9 +206,9 @@ class EngineProcess:
     async def _started(self) -> Channel:
         """Start a process, and return the channel to it when it is ready."""
         ours, theirs = socket.socketpair()
-        own = {name: value for name, value in os.environ.items() if name != VARIABLE}
+        own = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
         how = {"pass_fds": [theirs.fileno()], "env": own, "stdin": asyncio.subprocess.DEVNULL}
-        command = [sys.executable, "-P", "-m", "mt_infer.server.worker", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "mt_infer.backends.worker", str(theirs.fileno())]
         with theirs:  # what it prints is no result of ours; a signal to our group is not for it
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdout=sys.__stderr__, start_new_session=True, **how

@@ -10,9 +10,9 @@ from typing import Any
 
 from mt_files import MissingExtraError, UserError
 
+from mt_infer.backends.backend import EngineDownError, EngineFailedError, Facts, Picture
 from mt_infer.completion import Completion, Delta
 from mt_infer.sampling import Sampling
-from mt_infer.server.backend import EngineDownError, EngineFailedError, Facts, Picture
 from mt_infer.service import Service
 
 _SIZE = 4  # bytes of a length

@@ -1,38 +1,54 @@
-"""Answers of the engine as HTTP sends them: whole, or in events as they come."""
+"""Bodies of answers, whole or in chunks."""
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from mt_files import to_plain
 from mt_tokenizer import Tokenizer
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
 
+from mt_infer.backends.backend import Backend
 from mt_infer.completion import Completion, Delta
 from mt_infer.forms.choosing import Choosing
+from mt_infer.prompts.ask import Ask
 from mt_infer.receipts import Receipt, answered, versions
-from mt_infer.server.prompts import Prompt
-from mt_infer.server.refusal import RefusedError
-from mt_infer.server.serving import Ask, Serving, until_gone
 
-_COMPACT = (",", ":")
 _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-class Writer(ABC):
-    """What makes the body of an answer, whole or in chunks.
+class Writer(Protocol):
+    """What makes the body of an answer, whole or in events.
+
+    Attributes:
+        has_named_events: Whether each event begins with its `type` as a name; such a stream has no
+            `[DONE]`.
+    """
+
+    has_named_events: ClassVar[bool]
+
+    def whole(self, completions: Sequence[Completion]) -> Mapping[str, Any]:
+        """Return the body of a whole answer."""
+        ...
+
+    def chunks(self, delta: Delta) -> Iterable[Mapping[str, Any]]:
+        """Return the events of a delta."""
+        ...
+
+    def last_chunks(self) -> Iterable[Mapping[str, Any]]:
+        """Return the events behind the deltas."""
+        ...
+
+
+class ChoicesWriter(ABC):
+    """A `Writer` of one or several choices.
 
     Args:
-        serving: The server's.
+        backend: The engine.
         form: The fields of the request.
-        prompts: The prompts.
         ask: What the engine was asked.
 
     Attributes:
@@ -44,14 +60,13 @@ class Writer(ABC):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     prefix: ClassVar[str]
+    has_named_events: ClassVar[bool] = False
 
-    def __init__(
-        self, serving: Serving, form: Choosing, prompts: Sequence[Prompt], ask: Ask
-    ) -> None:
-        self.serving, self.prompts, self.ask = serving, prompts, ask
-        self.form, self.ended = form, dict[int, Completion]()
+    def __init__(self, backend: Backend, form: Choosing, ask: Ask) -> None:
+        self.backend, self.form, self.ask = backend, form, ask
+        self.ended = dict[int, Completion]()
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.model = form.model or serving.facts.model
+        self.model = form.model or backend.facts.model
         self._fingerprints: dict[int | None, str] = {}
 
     @abstractmethod
@@ -86,13 +101,18 @@ class Writer(ABC):
 
     def ending(self) -> dict[str, Any]:
         """Return the numbers of tokens, and the receipt if it is wanted."""
-        found: dict[str, Any] = {"usage": usage_of(self.prompts, self.ended)}
+        found: dict[str, Any] = {"usage": self._usage()}
         if self.form.receipt:
             found["receipt"] = to_plain(self._receipt())
         return found
 
+    def _usage(self) -> dict[str, int]:
+        read = self.ask.num_prompt_tokens
+        written = sum(len(each.tokens) for each in self.ended.values())
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
     def _receipt(self) -> Receipt:
-        facts, tokenizer = self.serving.facts, self.serving.backend.tokenizer
+        facts, tokenizer = self.backend.facts, self.backend.tokenizer
         step = self.ended[0].step
         return Receipt(
             model=facts.model,
@@ -103,14 +123,14 @@ class Writer(ABC):
             layout=facts.layout,
             kernels=facts.kernels,
             versions=versions(),
-            prompts=tuple(map(tuple, self.ask.prompts)),
+            prompts=tuple(map(tuple, self.ask.tokens)),
             sampling=self.ask.sampling,
             answers=answered([self.ended[index] for index in sorted(self.ended)]),
         )
 
     def _head(self, kind: str, step: int | None) -> dict[str, Any]:
         if step not in self._fingerprints:
-            self._fingerprints[step] = self.serving.facts.fingerprint(step)
+            self._fingerprints[step] = self.backend.facts.fingerprint(step)
         return {
             "id": self.id,
             "object": kind,
@@ -118,70 +138,6 @@ class Writer(ABC):
             "model": self.model,
             "system_fingerprint": self._fingerprints[step],
         }
-
-
-class EventWriter(Protocol):
-    """What turns deltas into events."""
-
-    def chunks(self, delta: Delta) -> Iterable[Mapping[str, Any]]:
-        """Return the events of a delta."""
-        ...
-
-    def last_chunks(self) -> Iterable[Mapping[str, Any]]:
-        """Return the events behind the deltas."""
-        ...
-
-
-async def streamed(
-    request: Request, ask: Ask, writer: EventWriter, *, named: bool = False
-) -> Response:
-    """Return an answer in events.
-
-    Args:
-        request: The request.
-        ask: What the engine is asked.
-        writer: Makes the events.
-        named: Whether each event begins with its `type` as a name; such a stream has no `[DONE]`.
-
-    Raises:
-        RefusedError: The engine refuses before the first delta; later errors are events.
-    """
-    deltas = Serving.of(request).deltas(request, ask)
-    first = await until_gone(request, anext(deltas))
-    lines = _lines(deltas, first, writer, named=named)
-    return StreamingResponse(
-        lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-    )
-
-
-async def _lines(
-    deltas: AsyncGenerator[Delta], first: Delta, writer: EventWriter, *, named: bool
-) -> AsyncIterator[str]:
-    async with aclosing(deltas):
-        try:
-            yield _events(writer.chunks(first), named=named)
-            async for delta in deltas:
-                yield _events(writer.chunks(delta), named=named)
-            yield _events(writer.last_chunks(), named=named)
-        except RefusedError as error:
-            yield _events([{"type": "error", **error.body} if named else error.body], named=named)
-        if not named:
-            yield "data: [DONE]\n\n"
-
-
-def _events(bodies: Iterable[Mapping[str, Any]], *, named: bool) -> str:
-    return "".join(
-        (f"event: {body['type']}\n" if named else "")
-        + f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False, separators=_COMPACT)}\n\n"
-        for body in bodies
-    )
-
-
-def usage_of(prompts: Sequence[Prompt], ended: Mapping[int, Completion]) -> dict[str, int]:
-    """Return the numbers of tokens of an answer."""
-    read = sum(len(each.tokens) for each in prompts)
-    written = sum(len(each.tokens) for each in ended.values())
-    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:

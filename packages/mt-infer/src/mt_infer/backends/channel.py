@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from mt_infer.server.backend import EngineDownError
-from mt_infer.server.wire import error_of, next_message, packed
+from mt_infer.backends.backend import EngineDownError
+from mt_infer.backends.wire import error_of, next_message, packed
 
 _PING_S = 5.0
 _DELTA_BYTES = 64  # of a delta without tokens and text

@@ -16,8 +16,8 @@ import warnings
 from contextlib import suppress
 from io import BytesIO
 
+from mt_infer.backends.backend import Picture
 from mt_infer.forms.bodies import FormError
-from mt_infer.server.backend import Picture
 
 _MOST_BYTES = 4 << 20
 _MOST_PIXELS = 1 << 24
@@ -51,7 +51,7 @@ async def picture_of(url: str, param: str) -> Picture:
     except (binascii.Error, ValueError) as error:
         raise _refusal(param, f"the image is not base64: {error}") from None
     # -P: do not import from the working directory.
-    command = sys.executable, "-P", "-m", "mt_infer.server.pictures"
+    command = sys.executable, "-P", "-m", "mt_infer.prompts.pictures"
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
     process = await asyncio.create_subprocess_exec(*command, **pipes)
     try:

@@ -1,52 +1,26 @@
-"""`POST /v1/completions`."""
+"""The bodies of answers of `/v1/completions`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-
+from mt_infer.answers.writer import ChoicesWriter, bounded, token_bytes
+from mt_infer.backends.backend import Backend
 from mt_infer.completion import Completion, Delta
-from mt_infer.forms.texts import CompletionForm, prompts_of
-from mt_infer.server.answers import Writer, bounded, streamed, token_bytes
-from mt_infer.server.prompts import Prompt
-from mt_infer.server.routes.reading import ask_of, form_of
-from mt_infer.server.serving import Ask, Serving
-
-router = APIRouter()
+from mt_infer.forms.texts import CompletionForm
+from mt_infer.prompts.ask import Ask
+from mt_infer.prompts.prompt import Prompt
 
 
-@router.post("/v1/completions")
-async def completions(request: Request) -> Response:
-    """Continue texts or lists of tokens."""
-    serving, form = Serving.of(request), await form_of(request, CompletionForm)
-    prompts = await serving.prompts.of(prompts_of(form.prompt), "prompt")
-    logprobs = 0 if form.receipt and form.logprobs is None else form.logprobs
-    ask = ask_of(
-        serving,
-        form,
-        prompts,
-        max_tokens=form.max_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=form.logprobs if form.echo else None,
-    )
-    writer = _Writer(serving, form, prompts, ask)
-    if form.stream:
-        return await streamed(request, ask, writer)
-    return JSONResponse(writer.whole(await serving.completions(request, ask)))
+class CompletionWriter(ChoicesWriter):
+    """Makes the bodies of continuations of texts; see `ChoicesWriter`."""
 
-
-class _Writer(Writer):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(
-        self, serving: Serving, form: CompletionForm, prompts: Sequence[Prompt], ask: Ask
-    ) -> None:
-        super().__init__(serving, form, prompts, ask)
+    def __init__(self, backend: Backend, form: CompletionForm, ask: Ask) -> None:
+        super().__init__(backend, form, ask)
         self._echo, self._logprobs = form.echo, form.logprobs
         self._begun: dict[int, int] = {}  # lengths of texts so far
 
@@ -71,7 +45,7 @@ class _Writer(Writer):
         yield _part(delta.index, text, logprobs, delta.completion)
 
     def _prompt(self, index: int) -> Prompt:
-        return self.prompts[index // self.ask.sampling.n]
+        return self.ask.prompts[index // self.ask.sampling.n]
 
     def _before(self, index: int) -> str:
         """Return the text of the prompt, if it is echoed."""
@@ -80,7 +54,7 @@ class _Writer(Writer):
         prompt = self._prompt(index)
         if prompt.text is not None:
             return prompt.text
-        tokenizer = self.serving.backend.tokenizer
+        tokenizer = self.backend.tokenizer
         return "" if tokenizer is None else tokenizer.decode(prompt.tokens)
 
     def _with_prompt(
@@ -116,7 +90,7 @@ class _Writer(Writer):
 
     def _text(self, token: int) -> str:
         """Return the text of a token, or its bytes where these are no text."""
-        tokenizer = self.serving.backend.tokenizer
+        tokenizer = self.backend.tokenizer
         if tokenizer is None:
             return f"token:{token}"
         content = token_bytes(tokenizer, token)

@@ -12,11 +12,11 @@ from pathlib import Path
 from mt_files import to_plain
 from mt_tokenizer import Tokenizer
 
+from mt_infer.backends.backend import EngineDownError, Facts, Picture, Pooling
 from mt_infer.completion import Delta
 from mt_infer.engine.answer import Answer, all_ended, any_ready, news_of
 from mt_infer.engine.engine import Engine
 from mt_infer.sampling import Sampling
-from mt_infer.server.backend import EngineDownError, Facts, Picture, Pooling
 from mt_infer.service import Service
 
 _MOMENT_S = 0.005

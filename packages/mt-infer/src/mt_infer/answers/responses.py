@@ -1,35 +1,30 @@
-"""`POST /v1/responses`."""
+"""The bodies of answers of `/v1/responses`."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
 
-from fastapi import APIRouter
 from mt_files import to_plain
 from mt_tokenizer import (
     AnswerEvent,
+    AnswerForm,
     CallArguments,
     CallBegin,
     CallEnd,
     Content,
     Reasoning,
 )
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
+from mt_infer.answers.chat import call_id
+from mt_infer.backends.backend import Backend
 from mt_infer.completion import Completion, Delta
 from mt_infer.forms.response import ResponseForm
-from mt_infer.server.answers import streamed
-from mt_infer.server.calls import asked_calls, parser_of
-from mt_infer.server.prompts import Prompt
-from mt_infer.server.routes.chat import asked_chat, call_id
-from mt_infer.server.routes.reading import form_of
-from mt_infer.server.serving import Serving
+from mt_infer.prompts.ask import Ask
+from mt_infer.prompts.calls import asked_calls, parser_of
 
-router = APIRouter()
 _SHOWN = (
     "instructions",
     "max_output_tokens",
@@ -44,37 +39,29 @@ _SHOWN = (
 )
 
 
-@router.post("/v1/responses")
-async def responses(request: Request) -> Response:
-    """Answer an input; nothing is stored."""
-    serving, form = Serving.of(request), await form_of(request, ResponseForm)
-    prompt, ask = await asked_chat(serving, form.chat)
-    writer = _Writer(serving, form, prompt)
-    if form.stream:
-        return await streamed(request, ask, writer, named=True)
-    (found,) = await serving.completions(request, ask)
-    return JSONResponse(writer.whole(found))
-
-
-class _Writer:
-    """What makes the events of a response, and the response itself.
+class ResponseWriter:
+    """Makes the events of a response, and the response itself.
 
     Args:
-        serving: The server's.
+        backend: The engine.
         form: The fields of the request.
-        prompt: The prompt.
+        ask: What the engine was asked.
+        marks: How the model marks the parts of its answers.
     """
 
-    def __init__(self, serving: Serving, form: ResponseForm, prompt: Prompt) -> None:
-        self._serving, self._form, self._prompt, self._chat = serving, form, prompt, form.chat
-        self._parser = parser_of(serving.prompts.form, self._chat, prompt.text or "")
+    has_named_events: ClassVar[bool] = True
+
+    def __init__(self, backend: Backend, form: ResponseForm, ask: Ask, marks: AnswerForm) -> None:
+        self._backend, self._form, self._ask, self._chat = backend, form, ask, form.chat
+        self._parser = parser_of(marks, self._chat, ask.prompts[0].text or "")
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[dict[str, Any]] = []
         self._is_open, self._number = False, 0
         self._found: Completion | None = None
 
-    def whole(self, found: Completion) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the body of a whole answer."""
+        (found,) = completions
         for _ in self._parts(found.text or "", found):
             pass
         return self._response()
@@ -198,7 +185,7 @@ class _Writer:
             "incomplete_details": {"reason": "max_output_tokens"}
             if status == "incomplete"
             else None,
-            "model": form.model or self._serving.facts.model,
+            "model": form.model or self._backend.facts.model,
             "output": [_copy(each) for each in self._items],
             "previous_response_id": None,
             "store": False,
@@ -208,8 +195,8 @@ class _Writer:
         plain = to_plain(form)
         body |= {name: plain[name] for name in _SHOWN}
         if found is not None:
-            read, written = len(self._prompt.tokens), len(found.tokens)
-            body["system_fingerprint"] = self._serving.facts.fingerprint(found.step)
+            read, written = self._ask.num_prompt_tokens, len(found.tokens)
+            body["system_fingerprint"] = self._backend.facts.fingerprint(found.step)
             body["usage"] = {
                 "input_tokens": read,
                 "input_tokens_details": {"cached_tokens": 0},

@@ -17,11 +17,10 @@ from mt_tokenizer import (
     with_parsed_arguments,
 )
 
+from mt_infer.backends.backend import Backend, Picture
 from mt_infer.forms.bodies import FormError
 from mt_infer.forms.chat import ChatForm, Message
-from mt_infer.server.backend import Backend, Picture
-from mt_infer.server.limits import Limits
-from mt_infer.server.pictures import picture_of
+from mt_infer.prompts.pictures import picture_of
 
 _MOST_IMAGES = 16
 
@@ -46,11 +45,11 @@ class Prompts:
 
     Args:
         backend: The engine.
-        limits: The server's limits.
+        max_bytes: Largest text of the prompts of a request, before it is tokenised.
     """
 
-    def __init__(self, backend: Backend, limits: Limits) -> None:
-        self._backend, self._limits = backend, limits
+    def __init__(self, backend: Backend, max_bytes: int) -> None:
+        self._backend, self._max_bytes = backend, max_bytes
         self._template: ChatTemplate | None = None
         self._renders = asyncio.Lock()  # one process renders
 
@@ -142,9 +141,9 @@ class Prompts:
         return tokens
 
     def _check_size(self, texts: Sequence[str], param: str) -> None:
-        size, most = sum(len(each.encode()) for each in texts), self._limits.max_prompt_bytes
-        if size > most:
-            text = f"has {size} bytes of text; at most {most} are tokenised"
+        size = sum(len(each.encode()) for each in texts)
+        if size > self._max_bytes:
+            text = f"has {size} bytes of text; at most {self._max_bytes} are tokenised"
             raise FormError(param, text, code="context_length_exceeded")
 
     async def _pictures(self, messages: Sequence[Message]) -> list[Picture]:

@@ -1,4 +1,4 @@
-"""The engine's process: `python -m mt_infer.server.worker FD`, with a socket to the server."""
+"""The engine's process: `python -m mt_infer.backends.worker FD`, with a socket to the server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,8 @@ import torch
 from mt_ckpt import RunFolder, latest_checkpoint
 from mt_files import UserError
 
-from mt_infer.engine.engine import Engine
-from mt_infer.errors import explain
-from mt_infer.loading import Run
-from mt_infer.server.local import LocalEngine
-from mt_infer.server.logs import log_to
-from mt_infer.server.wire import (
+from mt_infer.backends.local import LocalEngine
+from mt_infer.backends.wire import (
     asked_of,
     delta_message,
     error_message,
@@ -29,6 +25,10 @@ from mt_infer.server.wire import (
     next_message,
     packed,
 )
+from mt_infer.engine.engine import Engine
+from mt_infer.errors import explain
+from mt_infer.loading import Run
+from mt_infer.logs import log_to
 from mt_infer.threads import use_threads
 
 _POLL_S = 1.0

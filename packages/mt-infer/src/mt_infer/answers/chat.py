@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`."""
+"""The bodies of answers of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter
 from mt_tokenizer import (
     AnswerEvent,
+    AnswerForm,
+    AnswerParser,
     CallArguments,
     CallBegin,
     CallEnd,
@@ -16,47 +17,31 @@ from mt_tokenizer import (
     Content,
     Reasoning,
 )
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
+from mt_infer.answers.writer import ChoicesWriter, bounded, token_bytes
+from mt_infer.backends.backend import Backend
 from mt_infer.completion import Completion, Delta
 from mt_infer.forms.chat import ChatForm
-from mt_infer.server.answers import Writer, bounded, streamed, token_bytes
-from mt_infer.server.calls import asked_calls, call_grammar, parser_of
-from mt_infer.server.prompts import Prompt
-from mt_infer.server.routes.reading import ask_of, form_of
-from mt_infer.server.serving import Ask, Serving
-
-router = APIRouter()
+from mt_infer.prompts.ask import Ask
+from mt_infer.prompts.calls import asked_calls, parser_of
 
 
-@router.post("/v1/chat/completions")
-async def chat(request: Request) -> Response:
-    """Continue a conversation."""
-    serving, form = Serving.of(request), await form_of(request, ChatForm)
-    prompt, ask = await asked_chat(serving, form)
-    writer = _Writer(serving, form, [prompt], ask)
-    if form.stream:
-        return await streamed(request, ask, writer)
-    return JSONResponse(writer.whole(await serving.completions(request, ask)))
+class ChatWriter(ChoicesWriter):
+    """Makes the bodies of answers in a conversation.
 
+    Args:
+        backend: The engine.
+        form: The fields of the request.
+        ask: What the engine was asked.
+        marks: How the model marks the parts of its answers.
+    """
 
-async def asked_chat(serving: Serving, form: ChatForm) -> tuple[Prompt, Ask]:
-    """Return the prompt of a conversation, and what the engine is asked."""
-    prompt = await serving.prompts.chat(form)
-    logprobs = (form.top_logprobs or 0) if form.logprobs or form.receipt else None
-    how = {"grammar": call_grammar(form)} if form.must_call else {}
-    return prompt, ask_of(serving, form, [prompt], max_tokens=form.limit, logprobs=logprobs, **how)
-
-
-class _Writer(Writer):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(
-        self, serving: Serving, form: ChatForm, prompts: Sequence[Prompt], ask: Ask
-    ) -> None:
-        super().__init__(serving, form, prompts, ask)
-        self._chat = form
+    def __init__(self, backend: Backend, form: ChatForm, ask: Ask, marks: AnswerForm) -> None:
+        super().__init__(backend, form, ask)
+        assert backend.tokenizer is not None, "the prompt was rendered"  # noqa: S101
+        self._tokenizer, self._chat, self._marks = backend.tokenizer, form, marks
         self._streams = {n: _Stream(self._parser(), form) for n in range(form.n)}
 
     def choice(self, index: int, found: Completion) -> dict[str, Any]:
@@ -99,8 +84,8 @@ class _Writer(Writer):
             end = _end_of(found, has_calls=stream.has_calls)
             yield {**common, "delta": {}, "logprobs": None, "finish_reason": end}
 
-    def _parser(self) -> Any:
-        return parser_of(self.serving.prompts.form, self._chat, self.prompts[0].text or "")
+    def _parser(self) -> AnswerParser:
+        return parser_of(self._marks, self._chat, self.ask.prompts[0].text or "")
 
     def _tokens(
         self,
@@ -117,7 +102,7 @@ class _Writer(Writer):
         return {"content": found, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        content = token_bytes(self.serving.prompts.tokenizer, token)
+        content = token_bytes(self._tokenizer, token)
         shown = content.decode(errors="replace")
         return {"token": shown, "logprob": bounded(logprob), "bytes": list(content)}
 
@@ -133,7 +118,7 @@ class _Stream:
         has_calls: Whether a function was called.
     """
 
-    def __init__(self, parser: Any, form: ChatForm) -> None:
+    def __init__(self, parser: AnswerParser, form: ChatForm) -> None:
         self._parser, self._form = parser, form
         self._has_begun = self.has_calls = False
 

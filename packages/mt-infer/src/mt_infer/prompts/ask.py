@@ -1,0 +1,118 @@
+"""Forms of requests to what the engine is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mt_files import did_you_mean
+
+from mt_infer.backends.backend import Facts
+from mt_infer.forms.bodies import FormError
+from mt_infer.forms.chat import ChatForm
+from mt_infer.forms.choosing import Choosing
+from mt_infer.forms.refusal import RefusedError
+from mt_infer.prompts.calls import call_grammar
+from mt_infer.prompts.prompt import Prompt
+from mt_infer.sampling import Sampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What a route wants of the engine.
+
+    Attributes:
+        prompts: The prompts.
+        sampling: How to choose tokens.
+        adapter: Name of the adapter.
+        cache_salt: What narrows who finds the cached blocks: this client's requests of this salt.
+        deadline_s: Seconds after which the request ends with what it has, if that is sooner than
+            the server's own deadline.
+    """
+
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    adapter: str | None = None
+    cache_salt: str = ""
+    deadline_s: float | None = None
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Tokens of each prompt."""
+        return [each.tokens for each in self.prompts]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of all prompts."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def num_continuations(self) -> int:
+        """Number of continuations."""
+        return len(self.prompts) * self.sampling.n
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Largest number of tokens of the prompts and continuations."""
+        written = self.num_continuations * max(1, self.sampling.max_tokens)
+        return self.num_prompt_tokens * self.sampling.n + written
+
+
+def adapter_of(facts: Facts, model: str) -> str | None:
+    """Return the adapter that a request's `model` names; None for the model, or for no name.
+
+    Raises:
+        RefusedError: There is no such model.
+    """
+    known = facts.model, *facts.adapters
+    if model in ("", facts.model):
+        return None
+    if model in known:
+        return model
+    message = f"model {model[:80]!r} is not served. {did_you_mean(model[:80], known)}"
+    raise RefusedError(404, message, param="model", code="model_not_found")
+
+
+def ask_of(
+    facts: Facts,
+    form: Choosing,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int | None,
+    **sampling: Any,
+) -> Ask:
+    """Return what the engine is asked.
+
+    Args:
+        facts: The model.
+        form: The fields.
+        prompts: The prompts.
+        max_tokens: Largest number of tokens; None for the rest of the context.
+        sampling: Further parameters of the choice.
+
+    Raises:
+        RefusedError: There is no such model.
+        FormError: A receipt can't be made.
+    """
+    adapter = adapter_of(facts, form.model)
+    if form.receipt and (adapter is not None or any(each.images for each in prompts)):
+        raise FormError("receipt", "is not made for images or adapters; leave it out")
+    shortest = 1 if facts.has_encoder else min(len(each.tokens) for each in prompts)
+    room = facts.max_sequence_length - shortest
+    return Ask(
+        prompts=prompts,
+        sampling=form.sampling(
+            max_tokens=room if max_tokens is None else min(room, max_tokens), **sampling
+        ),
+        adapter=adapter,
+        cache_salt=form.cache_salt,
+        deadline_s=form.deadline_s,
+    )
+
+
+def chat_ask(facts: Facts, form: ChatForm, prompt: Prompt) -> Ask:
+    """Return what the engine is asked for a conversation; see `ask_of`."""
+    logprobs = (form.top_logprobs or 0) if form.logprobs or form.receipt else None
+    how = {"grammar": call_grammar(form)} if form.must_call else {}
+    return ask_of(facts, form, [prompt], max_tokens=form.limit, logprobs=logprobs, **how)
