@@ -152,8 +152,8 @@ def test_many_bad_lines_are_a_count(folder, capsys):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("bulid my_texts", "there is no command 'bulid'; did you mean build?"),
-        ("xyz", "there is no command 'xyz'; choose one of build, peek, stats"),
+        ("bulid my_texts", "there is no command 'bulid'. Did you mean build?"),
+        ("xyz", "there is no command 'xyz'. Known: build, peek, stats"),
         ("build my_texts", "mt-data build SOURCE ... --out PREFIX"),
         ("build my_texts --out c --workers 0", "workers is 0; it must be at least 1"),
         ("build '*.nothing' --out c", "no file matches '*.nothing'"),
@@ -174,7 +174,7 @@ def test_version_is_said(capsys):
 
 
 def test_progress_is_shown_when_asked(folder, capsys, monkeypatch):
-    monkeypatch.setattr("mt_data.progress._EVERY", 0.0)
+    monkeypatch.setattr("mt_files.progress._EVERY", 0.0)
     monkeypatch.setattr("mt_data.corpus.BATCH_DOCUMENTS", 5)
     code, _, err = run(capsys, "build my_texts --out c --tokenizer tok.json --progress")
     assert code == 0

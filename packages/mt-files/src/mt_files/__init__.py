@@ -4,6 +4,9 @@ from typing import TYPE_CHECKING
 
 from mt_files.argument import check_type as check_type
 from mt_files.argument import multiples_near as multiples_near
+from mt_files.command import Command as Command
+from mt_files.command import run_command as run_command
+from mt_files.command import say as say
 from mt_files.digest import sha256_file as sha256_file
 from mt_files.error import FileError as FileError
 from mt_files.error import LockedError as LockedError
@@ -25,6 +28,7 @@ from mt_files.later import quick_imports as quick_imports
 from mt_files.later import require as require
 from mt_files.later import resolve_later as resolve_later
 from mt_files.lock import FolderLock as FolderLock
+from mt_files.progress import Progress as Progress
 from mt_files.reading import open_file as open_file
 from mt_files.reading import parse_json as parse_json
 from mt_files.reading import read_bytes as read_bytes

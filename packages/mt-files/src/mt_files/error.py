@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import ClassVar
 
 _LONGEST, _PART = 1000, 400
 
@@ -12,7 +13,12 @@ class UserError(Exception):
     """An error that the user of a program can solve: the program shows no traceback.
 
     Packages derive their errors from it, so that a program need not list them.
+
+    Attributes:
+        exit_status: Exit status of a command that ends with this error.
     """
+
+    exit_status: ClassVar[int] = 2
 
 
 class FileError(OSError):

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_files import Progress, say
 from mt_tokenizer import Encoder, Tokenizer, load_tokenizer, train_tokenizer
 
-from mt_data.commands.console import is_terminal, say
 from mt_data.corpus import build_corpus
 from mt_data.documents.reader import Document, DocumentReader, Format, read_documents
 from mt_data.documents.source import STANDARD_INPUT
 from mt_data.error import DataError, DataFileError
-from mt_data.progress import Progress
 from mt_data.storage.indexed import check_prefix
 from mt_data.storage.writer import check_free
 
@@ -62,7 +61,7 @@ class Build:
         if self.out is None or not self.sources:
             raise DataError("sources and --out are required: mt-data build SOURCE ... --out PREFIX")
         check_free(check_prefix(self.out), overwrite=self.overwrite)
-        progress = Progress(shown=self.progress or is_terminal(sys.stderr))
+        progress = Progress(shown=self.progress or None)
         tokenizer = self._tokenizer(progress)
         skipped = _Skipped()
         reader = self._reader(skipped)

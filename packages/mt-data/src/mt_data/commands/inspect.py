@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from mt_files import say
 
-from mt_data.commands.console import say
 from mt_data.corpus import dataset_tokenizer
 from mt_data.datasets.gpt import GPTDataset
 from mt_data.error import DataError

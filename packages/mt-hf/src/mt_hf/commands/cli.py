@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from mt_files import UserError, did_you_mean, import_failure, shorten
+from mt_files import UserError, run_command, say
 
-from mt_hf.family.error import NotFiniteError
-
-_USAGE_ERROR, _BROKEN_PIPE, _INTERRUPTED, _DIFFERENT, _NOT_FINITE = 2, 141, 130, 1, 1
+_DIFFERENT = 1
 
 
 class CommandError(UserError):
@@ -51,7 +46,7 @@ class Import:
         config = import_pretrained(
             folder, self.out, vocab_multiple=self.vocab_multiple, eod=self.eod
         )
-        _say(f"{self.out}: {config.num_layers} layers, {config.num_parameters} parameters")
+        say(f"{self.out}: {config.num_layers} layers, {config.num_parameters} parameters")
         return 0
 
 
@@ -93,7 +88,7 @@ class Export:
             ema=self.ema,
             file_size=self.file_size,
         )
-        _say(f"{self.folder}: written")
+        say(f"{self.folder}: written")
         return 0
 
 
@@ -128,7 +123,7 @@ class Verify:
         folder = find_folder(self.folder, download=self.download)
         found = compare(folder, length=self.tokens)
         agree = found.relative <= self.tolerance
-        _say(
+        say(
             f"{self.folder}: largest difference {found.difference:.3g} of logits up to "
             f"{found.largest:.3g}, the same best token at {found.same} of {found.positions} "
             f"positions: {'they agree' if agree else 'they differ'}"
@@ -170,7 +165,7 @@ class Upcycle:
 
         how = Upcycling(**{each.name: getattr(self, each.name) for each in fields(Upcycling)})
         config = upcycle_checkpoint(self.checkpoint, self.out, how, ema=self.ema)
-        _say(f"{self.out}: {config.num_layers} layers, {config.num_parameters} parameters")
+        say(f"{self.out}: {config.num_layers} layers, {config.num_parameters} parameters")
         return 0
 
 
@@ -178,59 +173,8 @@ COMMANDS = {"import": Import, "export": Export, "upcycle": Upcycle, "verify": Ve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `mt-hf`; an error prints one message and gives the exit status 2.
-
-    Weights that are not finite give 1.
-
-    Ctrl-C gives 130 and leaves nothing behind.
-    """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        code = _run(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The rest of the buffer has no reader; without this Python would complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(_BROKEN_PIPE) from None
-    except KeyboardInterrupt:
-        _say("mt-hf: interrupted; nothing was written", stream=sys.stderr)
-        raise SystemExit(_INTERRUPTED) from None
-    except (UserError, OSError, ValueError, MemoryError) as error:
-        text = "there is not enough memory" if isinstance(error, MemoryError) else str(error)
-        text = import_failure(error, "torch") or text
-        _say(f"mt-hf: {text}", stream=sys.stderr)
-        raise SystemExit(
-            _NOT_FINITE if isinstance(error, NotFiniteError) else _USAGE_ERROR
-        ) from None
-    raise SystemExit(code)
-
-
-def _run(arguments: list[str]) -> int:
-    if arguments == ["--version"]:
-        _say(f"mt-hf {version('mt-hf')}")
-        return 0
-    command = arguments[0] if arguments else ""
-    if command and not command.startswith("-") and command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS)
-        raise CommandError(f"there is no command {shorten(command)}. {hint}")
-    for name in ("tyro", "mt_ckpt", "mt_tokenizer"):
-        if find_spec(name) is None:
-            text = "in a clone of the repository, uv sync installs it"
-            raise CommandError(f"the mt-hf command needs {name.replace('_', '-')}: {text}")
-    import tyro
-
-    parsed: Any = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="mt-hf",
-        description=__doc__,
-        args=arguments,
-        config=(tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff),
+    """Run `mt-hf`; weights that are not finite give 1, and `run_command` says the rest."""
+    needs = ("mt_ckpt", "mt_tokenizer")
+    run_command(
+        "mt-hf", COMMANDS, arguments, description=__doc__, errors=(ValueError,), needs=needs
     )
-    return parsed.run()
-
-
-def _say(text: str, *, stream: Any = None) -> None:
-    """Write a line, with characters escaped that the console can't show."""
-    stream = stream or sys.stdout
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")

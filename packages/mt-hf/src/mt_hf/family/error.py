@@ -11,3 +11,5 @@ class ExchangeError(UserError, ValueError):
 
 class NotFiniteError(ExchangeError):
     """A weight that was read is not finite."""
+
+    exit_status = 1
