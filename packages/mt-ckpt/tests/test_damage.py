@@ -1,4 +1,5 @@
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -390,3 +391,143 @@ def test_a_flipped_bit_in_latest_is_an_error(checkpoint):
             latest_checkpoint(checkpoint.parent)
         latest.write_bytes(original)
     assert latest_checkpoint(checkpoint.parent) == checkpoint
+
+
+def reseal(checkpoint, name, content):
+    """Replace a file, and its record in the manifest, which is sealed again."""
+    (checkpoint / name).write_bytes(content)
+    record = [len(content), hashlib.sha256(content).hexdigest()]
+    forge(checkpoint, set_in("files", name, record))
+
+
+def contradictions():
+    """Return pairs of a place and a change of the document of `model/layers.0.w`."""
+    return {
+        "shape[0]": set_in("shape", [2, 6]),
+        "data_type": set_in("data_type", "int32"),
+        "chunk_grid.configuration.chunk_shape": set_in(
+            "chunk_grid", "configuration", "chunk_shape", [4, 6]
+        ),
+        "codecs": set_in("codecs", [{"name": "bytes", "configuration": {"endian": "big"}}]),
+        "fill_value": set_in("fill_value", 1.0),
+        "chunk_key_encoding.configuration.separator": set_in(
+            "chunk_key_encoding", "configuration", "separator", "/"
+        ),
+        "attributes.mt.dtype": set_in("attributes", "mt.dtype", "bfloat16"),
+        "node_type": set_in("node_type", "group"),
+        "dimension_names": set_in("dimension_names", ["a", "b"]),
+    }
+
+
+@pytest.mark.parametrize("place", contradictions())
+@pytest.mark.parametrize("name", ["model/layers.0.w/zarr.json", "zarr.json"])
+def test_a_sealed_document_that_contradicts_the_manifest_is_named(checkpoint, name, place):
+    body = json.loads((checkpoint / name).read_text())
+    node = body
+    if name == "zarr.json":
+        node = body["consolidated_metadata"]["metadata"]["model/layers.0.w"]
+    contradictions()[place](node)
+    reseal(checkpoint, name, json.dumps(body).encode())
+    (problem,) = verify_checkpoint(checkpoint)
+    assert (problem.file, problem.tensor) == (name, tensor_of(name))
+    assert "contradicts the manifest in" in problem.reason
+    assert place.partition("[")[0] in problem.reason
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"[" * 4000, "is nested too deeply"),
+        (b"7", "contradicts the manifest in its kind"),
+    ],
+)
+def test_a_sealed_document_that_is_none_is_named(checkpoint, content, text):
+    reseal(checkpoint, "step/zarr.json", content)
+    (problem,) = verify_checkpoint(checkpoint)
+    assert (problem.file, problem.tensor) == ("step/zarr.json", "step")
+    assert text in problem.reason
+
+
+def test_a_sealed_chunk_with_a_wrong_crc32c_is_named(checkpoint):
+    name = "model/layers.0.w/c.1.0"
+    data = bytearray((checkpoint / name).read_bytes())
+    data[-1] ^= 1
+    reseal(checkpoint, name, bytes(data))
+    assert_both_name(checkpoint, name)
+    assert "crc32c is not that of its values" in verify_checkpoint(checkpoint)[0].reason
+
+
+def test_a_chunk_that_claims_more_than_a_save_writes_is_not_read(checkpoint):
+    """The file is sparse: nothing on disk, and a terabyte in memory."""
+    claim = 2**38
+    os.truncate(checkpoint / "rng/c.0", claim + 4)
+
+    def change(body):
+        body["arrays"]["rng"] = {"shape": [claim], "dtype": "uint8", "chunks": [claim]}
+        body["files"]["rng/c.0"] = [claim + 4, HASH]
+
+    forge(checkpoint, change)
+    (problem,) = verify_checkpoint(checkpoint)
+    assert "chunks (274877906944,) have 274877906944 bytes, more than 67108864" in problem.reason
+
+
+def test_a_document_that_claims_more_than_a_save_writes_is_not_read(checkpoint):
+    for name in ("zarr.json", "model/zarr.json"):
+        claim = 2**38
+        os.truncate(checkpoint / name, claim)
+        forge(checkpoint, set_in("files", name, [claim, HASH]))
+        with pytest.raises(CheckpointError, match=rf"{name}: a document of Zarr has at most \d+"):
+            load_all(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ("_MAX_VALUES", r"has about \d+ values; at most 100 are read"),
+        ("MAX_BYTES", r"has \d+ bytes; at most 100 are read"),
+    ],
+)
+def test_a_manifest_that_no_reader_would_take_is_not_written(tmp_path, monkeypatch, limit, text):
+    save_checkpoint(tmp_path, 1, [], {})
+    monkeypatch.setattr(f"mt_ckpt.value.{limit}", 100)
+    with pytest.raises(CheckpointError, match=text):
+        save_checkpoint(tmp_path, 2, [], {"a": [[]] * 100})
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step_00000001"]
+
+
+def test_a_manifest_of_many_values_is_not_parsed(checkpoint):
+    rest = b'"a": [' + b"[]," * 2**22 + b"0]}\n"
+    seal = hashlib.sha256(rest).hexdigest().encode()
+    (checkpoint / "mt-manifest.json").write_bytes(b'{"sha256": "' + seal + b'",\n' + rest)
+    with pytest.raises(CheckpointError, match=r"has about \d+ values; at most 4194304 are read"):
+        load_all(checkpoint)
+
+
+def test_metadata_within_itself_or_too_deep_is_refused(tmp_path, checkpoint):
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    within: dict = {}
+    within["again"] = within
+    for metadata in ({"deep": deep}, within):
+        with pytest.raises(CheckpointError, match="nested deeper than 256, or within itself"):
+            save_checkpoint(tmp_path / "root", 1, [], metadata)
+    forge(checkpoint, set_in("metadata", {"deep": deep}))
+    with pytest.raises(CheckpointError, match="nested deeper than 256"):
+        load_all(checkpoint)
+
+
+def test_a_tensor_that_changes_while_it_is_written_leaves_a_sound_checkpoint(tmp_path, monkeypatch):
+    tensor = torch.arange(1000.0)
+    module = importlib.import_module("mt_ckpt.save")
+    real = module.create_file
+
+    def create(path, *parts, **options):
+        tensor.add_(1)
+        real(path, *parts, **options)
+        tensor.add_(1)
+
+    monkeypatch.setattr(module, "create_file", create)
+    path = save_checkpoint(tmp_path, 1, [TensorShard("w", tensor)], {})
+    assert verify_checkpoint(path) == []

@@ -178,7 +178,8 @@ def test_a_failure_on_one_rank_is_the_same_error_on_all(tmp_path, ranks):
         assert errors[0] == errors[1]
         with pytest.raises(AssertionError, match=text):
             raise AssertionError(errors[0])
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+        assert sorted(p.name for p in tmp_path.glob("[!.]*")) == ["latest", "step_00000001"]
+        assert not list(tmp_path.glob(".step*"))
 
 
 def test_a_damaged_chunk_is_an_error_on_every_rank(tmp_path, ranks):

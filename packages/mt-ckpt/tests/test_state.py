@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import threading
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -121,6 +122,12 @@ def within_itself() -> dict:
     return state
 
 
+def nested(layout: torch.layout) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a prototype of torch
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
 class Weight(torch.Tensor):
     pass
 
@@ -138,6 +145,10 @@ class Weight(torch.Tensor):
         ({"a": torch.Size([1])}, "a Size is not saved"),
         ({"a": torch.zeros(2, dtype=torch.complex64)}, r"state\['a'\]: a: dtype torch.complex64"),
         ({"a": torch.zeros(2, device="meta")}, "on the meta device"),
+        ({"a": torch.eye(2).to_sparse()}, "of the layout sparse_coo; save its to_dense"),
+        ({"a": torch.eye(2).to_mkldnn()}, "of the layout mkldnn; save its to_dense"),
+        ({"a": nested(torch.jagged)}, "a NestedTensor is not saved; use plain tensors"),
+        ({"a": nested(torch.strided)}, "is nested; save its parts"),
         ({"a": torch.zeros(1).as_subclass(Weight)}, "a Weight is not saved; use plain tensors"),
         (within_itself(), "nested deeper than 64, or within itself"),
         ({"a": 10**5000}, "an integer of more than 8192 bits"),
@@ -268,3 +279,20 @@ def test_a_reader_beside_a_saver_always_gets_a_whole_state(tmp_path):
     assert len(seen) > 10
     assert seen == sorted(seen)
     assert load(tmp_path)["value"] == 40
+
+
+def test_a_forged_state_of_great_depth_is_refused(tmp_path):
+    save(tmp_path, {})
+    deep: object = 1
+    for _ in range(70):
+        deep = [deep]
+    forge(tmp_path, {"dict": [["a", deep]]})
+    with pytest.raises(CheckpointError, match="values are nested deeper than 64"):
+        load(tmp_path)
+
+
+def test_a_negative_view_is_saved_as_what_it_is(tmp_path):
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    save(tmp_path, {"plus": numbers.imag, "minus": numbers.conj().imag})
+    found = load(tmp_path)
+    assert (found["plus"].tolist(), found["minus"].tolist()) == ([2, -4], [-2, 4])

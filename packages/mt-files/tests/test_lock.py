@@ -43,6 +43,18 @@ def test_a_second_process_is_told_who_holds_the_lock(tmp_path, hold):
         assert not lock.held
 
 
+def test_a_holder_that_has_not_signed_yet_is_waited_for(tmp_path, hold, monkeypatch):
+    process = hold("exclusive")
+    signature = (tmp_path / ".lock").read_bytes()
+    (tmp_path / ".lock").write_bytes(b"")
+    monkeypatch.setattr("time.sleep", lambda _: (tmp_path / ".lock").write_bytes(signature))
+    with (
+        pytest.raises(LockedError, match=f"process {process.pid} "),
+        FolderLock(tmp_path, purpose="x"),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("kind", ["exclusive", "shared"])
 def test_the_lock_ends_with_a_killed_process(tmp_path, hold, kind):
     process = hold(kind)

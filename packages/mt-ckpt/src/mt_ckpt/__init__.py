@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
+from mt_ckpt.content import verify_checkpoint as verify_checkpoint
 from mt_ckpt.error import CheckpointError as CheckpointError
 from mt_ckpt.grid import Box as Box
 from mt_ckpt.hold import hold_checkpoint as hold_checkpoint
@@ -11,7 +12,6 @@ from mt_ckpt.load import ArrayReader as ArrayReader
 from mt_ckpt.load import inspect_checkpoint as inspect_checkpoint
 from mt_ckpt.load import load_checkpoint as load_checkpoint
 from mt_ckpt.load import open_arrays as open_arrays
-from mt_ckpt.load import verify_checkpoint as verify_checkpoint
 from mt_ckpt.manifest import Manifest as Manifest
 from mt_ckpt.root import clean as clean
 from mt_ckpt.root import latest_checkpoint as latest_checkpoint

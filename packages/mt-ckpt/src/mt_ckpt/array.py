@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mt_ckpt.dtype import dtype_names, stored_dtype
+from mt_ckpt.grid import MAX_CHUNK_BYTES
 
 CRC_BYTES = 4
 
@@ -38,6 +39,8 @@ class ArraySpec:
             raise ValueError(f"chunks {self.chunks} do not fit the shape {self.shape}")
         if any(chunk > max(1, size) for chunk, size in zip(self.chunks, self.shape, strict=True)):
             raise ValueError(f"chunks {self.chunks} are larger than the shape {self.shape}")
+        if (size := self.chunk_bytes - CRC_BYTES) > MAX_CHUNK_BYTES:
+            raise ValueError(f"chunks {self.chunks} have {size} bytes, more than {MAX_CHUNK_BYTES}")
 
     @property
     def stored(self) -> np.dtype:

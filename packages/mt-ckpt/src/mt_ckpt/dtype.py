@@ -40,7 +40,7 @@ def to_stored(tensor: torch.Tensor) -> np.ndarray:
     A bfloat16 is the upper half of a float32, so it is widened by a shift: every bit pattern,
     NaN payloads included, comes back.
     """
-    tensor = tensor.detach().cpu()
+    tensor = tensor.detach().cpu().resolve_neg()
     if tensor.dtype == torch.bfloat16:
         bits = tensor.view(torch.int16).numpy().view(np.uint16).astype("<u4")
         bits <<= 16

@@ -5,28 +5,22 @@ from __future__ import annotations
 import contextlib
 import difflib
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from mt_files import FileError, check_type, open_file
+from mt_files import check_type
 
-from mt_ckpt.array import CRC_BYTES, ArraySpec, chunk_file
-from mt_ckpt.disk import list_files
-from mt_ckpt.dtype import dtype_name, from_stored
-from mt_ckpt.error import CheckpointError, Problem
-from mt_ckpt.grid import Box, chunk_indices, overlap
+from mt_ckpt.array import ArraySpec
+from mt_ckpt.content import open_checkpoint, read_shard
+from mt_ckpt.dtype import dtype_name
+from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
-from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, check_step, other_step, read_manifest
+from mt_ckpt.manifest import Manifest, check_step, read_manifest
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.shard import TensorShard
-
-_ADVICE = "Load another step, or restore the files from a copy."
 
 
 def load_checkpoint(
@@ -140,103 +134,6 @@ def inspect_checkpoint(path: str | Path) -> Manifest:
         return manifest
 
 
-def verify_checkpoint(path: str | Path) -> list[Problem]:
-    """Check every byte of a checkpoint.
-
-    Args:
-        path: A folder of checkpoints or a step directory; see `hold_checkpoint`.
-
-    Returns:
-        All problems; an empty list if there are none.
-    """
-    try:
-        with hold_checkpoint(path) as found:
-            return _verify(found)
-    except CheckpointError as error:
-        return [Problem(file=error.file or MANIFEST, reason=str(error))]
-
-
-def _verify(path: Path) -> list[Problem]:
-    manifest = read_manifest(path)
-    problems = _inventory(path, manifest)
-    bad = {problem.file for problem in problems}
-    for name in sorted(set(manifest.files) - bad):
-        try:
-            _read(path, manifest, name)
-        except _DamageError as error:
-            problems.append(error.problem)
-    return problems
-
-
-def _inventory(path: Path, manifest: Manifest) -> list[Problem]:
-    """Compare the directory with the manifest."""
-    found, odd = list_files(path)
-    problems = [
-        Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
-        for name, reason in sorted(odd.items())
-    ]
-    for name, record in sorted(manifest.files.items()):
-        if name in odd or found.get(name) == record.size:
-            continue
-        reason = _wrong_size(found[name], record) if name in found else "is missing"
-        problems.append(Problem(file=name, tensor=manifest.tensor_of(name), reason=reason))
-    if reason := other_step(path, manifest.step):
-        problems.append(Problem(file=MANIFEST, reason=reason))
-    for name in sorted(found.keys() - set(manifest.files) - {MANIFEST}):
-        reason = "is not in the manifest; if it is not yours, do not trust this checkpoint"
-        problems.append(Problem(file=name, tensor=manifest.tensor_of(name), reason=reason))
-    return problems
-
-
-def _wrong_size(size: int, record: FileRecord) -> str:
-    return f"has {size} bytes, the manifest says {record.size}"
-
-
-class _DamageError(CheckpointError):
-    problem: Problem
-
-
-def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
-    """Return the verified bytes of a file, or raise _DamageError."""
-    record = manifest.files[name]
-    try:
-        with open_file(path / name, within=path) as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size != record.size:
-                raise _damage(path, manifest, name, _wrong_size(size, record))
-            data = np.fromfile(stream, np.uint8, size)
-    except FileError as error:
-        raise _damage(path, manifest, name, error.problem) from error
-    except OSError as error:
-        reason = f"cannot be read: {error.strerror or error}"
-        raise _damage(path, manifest, name, reason) from error
-    if data.size != size:
-        raise _damage(path, manifest, name, "got shorter while it was read")
-    if hashlib.sha256(data.data).hexdigest() != record.sha256:
-        reason = "its content has changed: the sha256 differs from the manifest's"
-        raise _damage(path, manifest, name, reason)
-    return data
-
-
-def _damage(path: Path, manifest: Manifest, name: str, reason: str) -> _DamageError:
-    problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
-    error = _DamageError.from_problems(f"{path} is damaged", [problem], _ADVICE)
-    error.problem = problem
-    return error
-
-
-def open_checkpoint(path: Path) -> Manifest:
-    """Read the manifest of a step directory, and check all but the contents of its arrays."""
-    manifest = read_manifest(path)
-    problems = _inventory(path, manifest)
-    if problems:
-        raise CheckpointError.from_problems(f"{path} is damaged", problems, _ADVICE)
-    for name in manifest.files:
-        if name.rpartition("/")[2] == "zarr.json":
-            _read(path, manifest, name)
-    return manifest
-
-
 @dataclass
 class _Load:
     path: Path
@@ -313,15 +210,3 @@ class _Load:
 def _near(name: str, candidates: list[str]) -> str:
     near = difflib.get_close_matches(name, candidates[:500], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def read_shard(path: Path, manifest: Manifest, shard: TensorShard) -> None:
-    """Fill one box from the chunks that it overlaps."""
-    spec = manifest.arrays[shard.name]
-    box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
-    with torch.no_grad():
-        for index in chunk_indices(box, spec.chunks):
-            data = _read(path, manifest, chunk_file(shard.name, index))
-            chunk = data[:-CRC_BYTES].view(spec.stored).reshape(spec.chunks)
-            in_box, in_chunk = overlap(box, index, spec.chunks)
-            shard.tensor[in_box].copy_(from_stored(chunk[in_chunk], spec.dtype))

@@ -29,13 +29,14 @@ from mt_files import (
 from mt_ckpt.array import ArraySpec, group_names
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.shard import check_name
+from mt_ckpt.value import MAX_BYTES, check_metadata, too_large
 
 T = TypeVar("T")
 MANIFEST = "mt-manifest.json"
 FORMAT_VERSION = 1
-_MAX_BYTES = 512 * 2**20
 _STEP = re.compile(r"step_(\d{8,18})")
 _HEAD_BYTES = 4096
+_NODE_BYTES = 8192  # of one node's document; ours have about 600
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _HASH = re.compile(r"[0-9a-f]{64}")
 _ADVICE = "Load another step, or restore the file from a copy."
@@ -85,6 +86,12 @@ class Manifest:
                     raise ValueError(f"{path}: a chunk has {spec.chunk_bytes} bytes")
         if odd := sorted(expected ^ set(self.files)):
             raise ValueError(f"{odd[0]!r}: no array has it or no record has it")
+        nodes = [*groups, *self.arrays]
+        limits = {f"{name}/zarr.json": _NODE_BYTES for name in nodes}
+        limits["zarr.json"] = sum((_NODE_BYTES + len(name) for name in nodes), _NODE_BYTES)
+        for path, limit in limits.items():
+            if self.files[path].size > limit:
+                raise ValueError(f"{path}: a document of Zarr has at most {limit} bytes here")
 
     def metadata_as(self, cls: type[T]) -> T:
         """Return the metadata of a run as a dataclass, with every type checked.
@@ -135,6 +142,11 @@ class Manifest:
             "files": {path: [item.size, item.sha256] for path, item in self.files.items()},
         }
         rest = json.dumps(body, indent=0, allow_nan=False).removeprefix("{\n").encode() + b"\n"
+        if problem := too_large(rest):
+            raise CheckpointError(
+                f"the manifest of step {self.step} {problem}. Save fewer and larger arrays, and "
+                "put long metadata into an array"
+            )
         return b'{"sha256": "' + hashlib.sha256(rest).hexdigest().encode() + b'",\n' + rest
 
 
@@ -191,10 +203,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
         CheckpointError: The manifest is missing, damaged, foreign, or newer than this mt-ckpt.
     """
     with _manifest_errors(checkpoint) as path:
-        data = read_bytes(path, limit=_MAX_BYTES, within=checkpoint)
+        data = read_bytes(path, limit=MAX_BYTES, within=checkpoint)
+    if problem := too_large(data):
+        raise _damaged(path, problem)
     body = _parse(path, _unseal(path, data))
     try:
         _check_version(path, body)
+        check_metadata(body.get("metadata"))
         return Manifest(
             step=_typed(body, "step", int),
             metadata=_typed(body, "metadata", dict),
@@ -206,7 +221,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 name: _record(name, value) for name, value in _typed(body, "files", dict).items()
             },
         )
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise _damaged(path, f"is not a valid manifest: {error}") from error
 
 

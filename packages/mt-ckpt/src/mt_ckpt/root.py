@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from mt_files import FileError, MissingFileError, read_bytes, write_file
+from mt_files import FileError, FolderLock, MissingFileError, read_bytes, write_file
 
 from mt_ckpt.disk import disk_errors, remove_tree, sync
 from mt_ckpt.error import CheckpointError
@@ -15,8 +17,24 @@ from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, check_step, claimed_step, step_name, step_of
 
 LATEST = "latest"
+LOCK = ".lock"
 _LATEST_BYTES = 64
 _STALE = re.compile(r"\.(step_\d{8,18}|latest)\.(tmp|old)-[0-9a-f]{32}")
+
+
+@contextlib.contextmanager
+def lock_root(root: Path, *, purpose: str) -> Iterator[None]:
+    """Keep other saves and `clean` out of a folder of checkpoints during the block.
+
+    On a file system without locks, nobody is kept out.
+
+    Raises:
+        CheckpointError: Another process holds the lock; the message names the process.
+    """
+    with contextlib.ExitStack() as stack:
+        with disk_errors("lock", root):
+            stack.enter_context(FolderLock(root, purpose=purpose, name=LOCK))
+        yield
 
 
 def committed_steps(root: Path) -> dict[int, Path]:
@@ -88,13 +106,32 @@ def clean(root: str | Path) -> list[Path]:
     """Remove the leftovers of killed saves.
 
     A checkpoint that a killed save had moved aside, and that nothing replaced, is restored. Call
-    this on one rank when a run starts, never during a save in `root`.
+    this on one rank when a run starts.
 
     Returns:
         The removed paths.
+
+    Raises:
+        CheckpointError: A save is under way in `root`; the message names its process, and nothing
+            is removed.
     """
     root = Path(root)
-    stale = [p for p in root.iterdir() if _STALE.fullmatch(p.name)] if root.is_dir() else []
+    if not _leftovers(root):  # most often, and then nothing is written, not even a lock
+        return []
+    with lock_root(root, purpose="removing the leftovers of killed saves"):
+        return remove_leftovers(root)
+
+
+def _leftovers(root: Path) -> list[Path]:
+    if not root.is_dir():
+        return []
+    with disk_errors("list", root):
+        return [path for path in root.iterdir() if _STALE.fullmatch(path.name)]
+
+
+def remove_leftovers(root: Path) -> list[Path]:
+    """Do the work of `clean` in a folder that `lock_root` holds."""
+    stale = _leftovers(root)
     for path in list(stale):
         name, kind = cast("re.Match[str]", _STALE.fullmatch(path.name)).groups()
         # A save was killed after it moved the first checkpoint aside and before its rename.

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from mt_files import check_type
 
-from mt_ckpt.array import ArraySpec, chunk_file
+from mt_ckpt.array import ArraySpec
+from mt_ckpt.chunk import ChunkBuffer
 from mt_ckpt.disk import create_file, disk_errors, remove_tree, sync, sync_all
-from mt_ckpt.dtype import dtype_name, stored_dtype, to_stored
 from mt_ckpt.error import CheckpointError
-from mt_ckpt.grid import Box, chunk_indices, overlap, plan_chunks
 from mt_ckpt.lock import claim
-from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, check_nesting, step_name
+from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, step_name
 from mt_ckpt.metadata import zarr_documents
+from mt_ckpt.plan import describe_shards, plan_arrays
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.root import (
     LATEST,
     committed_steps,
     hidden_name,
+    lock_root,
     move_latest,
     named_checkpoint,
     retain,
     set_aside,
 )
 from mt_ckpt.shard import TensorShard
+from mt_ckpt.value import check_metadata
 
 # A run that went back replaces a step after this wait even if a reader still holds it.
 _READERS_SECONDS = 20.0
@@ -53,7 +53,7 @@ def save_checkpoint(
     All files are written and synced under a hidden name, which is then renamed to
     `root/step_00000020`; after that `root/latest` names it. Whenever a process is killed, the
     checkpoint that `latest` names is complete. Small gathers and broadcasts run over `group`; no
-    array data is sent.
+    array data is sent. From its plan to the removal of old steps, a save holds a lock on `root`.
 
     Args:
         root: Folder of the checkpoints, on a file system that all ranks share.
@@ -74,33 +74,48 @@ def save_checkpoint(
         The step directory.
 
     Raises:
-        CheckpointError: A rank failed; the same error on every rank. The temporary directory is
-            removed, and earlier checkpoints are unchanged.
+        CheckpointError: A rank failed, or another process saves to `root` (the message names it);
+            the same error on every rank. The temporary directory is removed, and earlier
+            checkpoints are unchanged.
     """
-    ranks = Ranks(group)
-    save = _Save(Path(root), step, list(shards), metadata, keep, on_event or (lambda _: None))
-    try:
-        plan = ranks.phase(save.describe, save.prepare)
-        ranks.phase(lambda: save.write(plan), save.commit)
-    except BaseException:
-        save.discard()
-        raise
-    return save.root / step_name(step)
+    event = on_event or (lambda _: None)
+    save = Save(Path(root), step, list(shards), metadata, keep=keep, event=event, locks=True)
+    return save.run(Ranks(group))
 
 
 @dataclass
-class _Save:
+class Save:
+    """One save on one rank; see `save_checkpoint` for the arguments.
+
+    Attributes:
+        locks: Whether to lock `root`; a caller that decides by its contents holds the lock already.
+    """
+
     root: Path
     step: int
     shards: list[TensorShard]
     metadata: dict[str, Any]
+    _: KW_ONLY
     keep: int | None
     event: Callable[[str], None]
+    locks: bool = False
     # Set on rank 0 only: the temporary directory, and the checkpoint that it replaces.
-    temp: Path | None = None
-    old: Path | None = None
-    arrays: dict[str, ArraySpec] = field(default_factory=dict)
-    files: dict[str, FileRecord] = field(default_factory=dict)
+    temp: Path | None = field(default=None, init=False)
+    old: Path | None = field(default=None, init=False)
+    arrays: dict[str, ArraySpec] = field(default_factory=dict, init=False)
+    files: dict[str, FileRecord] = field(default_factory=dict, init=False)
+    lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+
+    def run(self, ranks: Ranks) -> Path:
+        """Save together with the other ranks, and return the step directory."""
+        with self.lock:
+            try:
+                plan = ranks.phase(self.describe, self.prepare)
+                ranks.phase(lambda: self.write(plan), self.commit)
+            except BaseException:
+                self.discard()
+                raise
+        return self.root / step_name(self.step)
 
     def describe(self) -> dict[str, Any]:
         """Describe this rank's boxes, on every rank."""
@@ -111,34 +126,28 @@ class _Save:
         self.event("save.begin")
         for shard in self.shards:
             check_type("every one of shards", shard, TensorShard)
-        shards = [
-            {
-                "name": shard.name,
-                "dtype": dtype_name(shard.tensor.dtype),
-                "global_shape": list(shard.global_shape),
-                "offsets": list(shard.offsets),
-                "shape": list(shard.tensor.shape),
-                "write": shard.write,
-            }
-            for shard in self.shards
-        ]
-        return {"step": self.step, "shards": shards}
+        return {"step": self.step, "shards": describe_shards(self.shards)}
 
     def prepare(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """Check all boxes, choose the chunks, and write folders and metadata, on rank 0."""
-        _check_json(self.metadata)
+        check_metadata(self.metadata)
         steps = [report["step"] for report in reports]
         if set(steps) != {self.step}:
             raise CheckpointError(f"the ranks save different steps: {steps}")
-        self.arrays = _plan_arrays([report["shards"] for report in reports])
-        self.check_free()
-        self.temp = hidden_name(self.root, step_name(self.step), "tmp")
+        self.arrays = plan_arrays([report["shards"] for report in reports])
         total = sum(spec.num_chunks * spec.chunk_bytes for spec in self.arrays.values())
         is_new = not self.root.exists()
-        with disk_errors("create", self.temp):
-            self.temp.mkdir(parents=True)
+        with disk_errors("create", self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
         if is_new:
             sync(self.root.parent)
+        if self.locks:
+            self.lock.enter_context(lock_root(self.root, purpose=f"saving step {self.step}"))
+        self.check_free()
+        temp = hidden_name(self.root, step_name(self.step), "tmp")
+        with disk_errors("create", temp):
+            temp.mkdir()
+        self.temp = temp
         for path, content in sorted(zarr_documents(self.arrays, step=self.step).items()):
             with disk_errors("create", (self.temp / path).parent):
                 (self.temp / path).parent.mkdir(parents=True, exist_ok=True)
@@ -175,13 +184,16 @@ class _Save:
                 file=str(temp),
             )
         written: dict[str, list[Any]] = {}
+        buffer = ChunkBuffer()
         # Each shard is popped, so that its memory is free once it is written.
         self.shards.reverse()
         while self.shards:
             shard = self.shards.pop()
             if shard.write:
-                chunks = tuple(plan["chunks"][shard.name])
-                written |= _write_shard(temp, shard, chunks, plan["total"])
+                for path, content in buffer.chunks(shard, tuple(plan["chunks"][shard.name])):
+                    create_file(temp / path, content, total=plan["total"])
+                    record = _file_record(content)
+                    written[path] = [record.size, record.sha256]
         sync_all(temp / path for path in written)
         self.event("save.data")
         return written
@@ -202,7 +214,7 @@ class _Save:
         folders = {parent for path in self.files for parent in Path(path).parents}
         sync_all(temp / path for path in (*metadata_files, MANIFEST, *folders))
         self.event("save.manifest")
-        named = self.check_free()  # again, as another process may have saved the step meanwhile
+        named = self.check_free()  # again, for file systems without locks
         # Renaming over a directory isn't atomic, so an existing step moves aside first.
         if self.step in committed_steps(self.root):
             with claim(final, superseded=0.0, wait=_READERS_SECONDS):
@@ -232,82 +244,5 @@ class _Save:
                     self.old.rename(final)
 
 
-def _check_json(metadata: dict[str, Any]) -> None:
-    """Raise TypeError or ValueError unless JSON stores `metadata` without loss."""
-
-    def walk(value: Any, where: str) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                if not isinstance(key, str):
-                    raise TypeError(f"{where}: key {key!r} is not a string")
-                walk(item, f"{where}[{key!r}]")
-        elif isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                walk(item, f"{where}[{index}]")
-        elif not (value is None or type(value) in (bool, int, float, str)):
-            raise TypeError(f"{where}: a {type(value).__name__} is not a JSON value")
-        elif type(value) is float and not math.isfinite(value):
-            raise ValueError(f"{where}: {value} is not a JSON number; store it as a string")
-
-    if not isinstance(metadata, dict):
-        raise TypeError(f"metadata must be a dict, not {type(metadata).__name__}")
-    walk(metadata, "metadata")
-
-
-def _plan_arrays(reports: list[list[dict[str, Any]]]) -> dict[str, ArraySpec]:
-    """Return the arrays of all ranks, and check that the boxes tile each one."""
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    boxes: dict[str, list[Box]] = {}
-    for rank, report in enumerate(reports):
-        for item in report:
-            name, kind = item["name"], (tuple(item["global_shape"]), item["dtype"])
-            if kinds.setdefault(name, kind) != kind:
-                raise CheckpointError(
-                    f"tensor {name!r}: rank {rank} says shape {kind[0]} and dtype {kind[1]}, "
-                    f"another says {kinds[name][0]} and {kinds[name][1]}",
-                    tensor=name,
-                )
-            boxes.setdefault(name, [])
-            if item["write"]:
-                place = {key: tuple(item[key]) for key in ("offsets", "shape")}
-                boxes[name].append(Box(rank=rank, **place))
-    check_nesting(list(kinds))
-    return {
-        name: ArraySpec(
-            shape=shape,
-            dtype=dtype,
-            chunks=plan_chunks(name, shape, stored_dtype(dtype).itemsize, boxes[name]),
-        )
-        for name, (shape, dtype) in sorted(kinds.items())
-    }
-
-
-def _write_shard(
-    temp: Path, shard: TensorShard, chunks: tuple[int, ...], total: int
-) -> dict[str, list[Any]]:
-    """Write the chunks of a box: little-endian values, then their crc32c."""
-    import google_crc32c
-
-    values = to_stored(shard.tensor)
-    box = Box(offsets=shard.offsets, shape=tuple(values.shape))
-    written = {}
-    for index in chunk_indices(box, chunks):
-        part = values[overlap(box, index, chunks)[0]]
-        if part.shape != chunks:  # the end of the array: Zarr stores whole chunks
-            whole = np.zeros(chunks, dtype=part.dtype)
-            whole[tuple(map(slice, part.shape))] = part
-            part = whole
-        data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        crc = google_crc32c.value(cast("bytes", data)).to_bytes(4, "little")
-        path = chunk_file(shard.name, index)
-        create_file(temp / path, data.data, crc, total=total)
-        record = _file_record(data.data, crc)
-        written[path] = [record.size, record.sha256]
-    return written
-
-
-def _file_record(*parts: bytes | memoryview) -> FileRecord:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return FileRecord(size=sum(map(len, parts)), sha256=digest.hexdigest())
+def _file_record(content: bytes | memoryview) -> FileRecord:
+    return FileRecord(size=len(content), sha256=hashlib.sha256(content).hexdigest())

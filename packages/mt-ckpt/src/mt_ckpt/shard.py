@@ -59,6 +59,7 @@ class TensorShard:
         check_type("name", self.name, str)
         check_name(self.name)
         check_type(f"{self.name}: tensor", self.tensor, torch.Tensor)
+        self._check_dense()  # before the shape, which a nested tensor does not have
         local = tuple(self.tensor.shape)
         shape = local if self.global_shape is None else self._sizes("global_shape")
         offsets = (0,) * len(local) if self.offsets is None else self._sizes("offsets")
@@ -69,9 +70,6 @@ class TensorShard:
                 f"{self.name}: dtype {self.tensor.dtype} cannot be stored; "
                 f"use one of {', '.join(dtype_names())}"
             )
-        if self.tensor.is_meta or self.tensor.is_sparse:
-            kind = "on the meta device" if self.tensor.is_meta else "sparse"
-            raise ValueError(f"{self.name}: the tensor is {kind}; a checkpoint needs dense values")
         fits = len(local) == len(shape) == len(offsets) and all(
             offset >= 0 and offset + size <= whole
             for offset, size, whole in zip(offsets, local, shape, strict=True)
@@ -80,6 +78,20 @@ class TensorShard:
             raise ValueError(
                 f"{self.name}: a box of shape {local} at offsets {offsets} does not lie within "
                 f"the global shape {shape}"
+            )
+
+    def _check_dense(self) -> None:
+        kind = ""
+        if self.tensor.is_nested:
+            kind = "nested; save its parts, or torch.nested.to_padded_tensor of it"
+        elif self.tensor.layout != torch.strided:
+            name = str(self.tensor.layout).removeprefix("torch.").lstrip("_")
+            kind = f"of the layout {name}; save its to_dense()"
+        elif self.tensor.is_meta:
+            kind = "on the meta device, where it has no values; give it a device"
+        if kind:
+            raise ValueError(
+                f"{self.name}: a checkpoint needs dense values, and the tensor is {kind}"
             )
 
     def _sizes(self, field: str) -> tuple[int, ...]:

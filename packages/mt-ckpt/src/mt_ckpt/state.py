@@ -9,19 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mt_files import FolderLock, LockedError
 
+from mt_ckpt.array import ArraySpec
+from mt_ckpt.content import open_checkpoint, read_shard
 from mt_ckpt.disk import disk_errors
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
-from mt_ckpt.load import open_checkpoint, read_shard
 from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest, step_of
-from mt_ckpt.root import LATEST, clean, committed_steps, latest_checkpoint
-from mt_ckpt.save import save_checkpoint
+from mt_ckpt.ranks import Ranks
+from mt_ckpt.root import (
+    LATEST,
+    LOCK,
+    committed_steps,
+    latest_checkpoint,
+    lock_root,
+    remove_leftovers,
+)
+from mt_ckpt.save import Save
 from mt_ckpt.shard import TensorShard, check_name
 
 _KEY = "mt.state"
-_LOCK = ".lock"
 _MAX_DEPTH = 64
 _MAX_BITS = 8192  # limit of integers, as json reads 4300 digits
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.@+=,-]")
@@ -58,16 +65,14 @@ def save(
     root = Path(path)
     with disk_errors("create", root):
         root.mkdir(parents=True, exist_ok=True)
-    try:
-        with FolderLock(root, purpose="saving", name=_LOCK):
-            _check_ours(root)
-            clean(root)
-            steps = committed_steps(root)
-            step = max(steps, default=0) + 1
-            shards, metadata = writer.shards, {_KEY: encoded}
-            save_checkpoint(root, step, shards, metadata, keep=1, on_event=on_event)
-    except LockedError as error:
-        raise CheckpointError(str(error), file=str(root)) from error
+    with lock_root(root, purpose="saving"):
+        _check_ours(root)
+        remove_leftovers(root)
+        step = max(committed_steps(root), default=0) + 1
+        metadata = {_KEY: encoded}
+        Save(root, step, writer.shards, metadata, keep=1, event=on_event or (lambda _: None)).run(
+            Ranks(None)
+        )
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> dict[Any, Any]:
@@ -88,17 +93,29 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> dict[Any, A
         encoded = _encoded(found, manifest)
         tensors = {}
         for name, spec in manifest.arrays.items():
-            tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            tensor = _allocate(found, name, spec)
             read_shard(found, manifest, TensorShard(name, tensor))
             tensors[name] = tensor.to(device)
     try:
-        match _decode(encoded, tensors):
+        match _decode(encoded, tensors, 0):
             case dict(state):
                 return state
         raise ValueError(f"{encoded!r:.60} is not a dict")  # noqa: TRY301 - joins the others
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{found / MANIFEST}: its metadata holds no state: {error}", file=MANIFEST
+        ) from error
+
+
+def _allocate(found: Path, name: str, spec: ArraySpec) -> torch.Tensor:
+    """Return an empty tensor for an array; a forged shape may claim any size."""
+    try:
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError
+        raise CheckpointError(
+            f"{found}: tensor {name!r} of shape {spec.shape} and dtype {spec.dtype} does not fit "
+            "into memory; read a part of it with load_checkpoint and a TensorShard",
+            tensor=name,
         ) from error
 
 
@@ -118,7 +135,7 @@ def _check_ours(root: Path) -> None:
         odd = sorted(
             path.name
             for path in root.iterdir()
-            if path.name not in (LATEST, _LOCK)
+            if path.name not in (LATEST, LOCK)
             and step_of(path) is None
             and not path.name.startswith((".step_", ".latest."))
         )
@@ -197,7 +214,8 @@ class _Writer:
             shard = TensorShard("/".join(path), tensor.detach())
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        place = (tensor.device, tensor.data_ptr(), tensor.is_neg())
+        memory = (*place, tensor.dtype, tensor.shape, tensor.stride())
         known = self._names.get(memory) if tensor.numel() else None
         if known is not None:
             return known
@@ -206,20 +224,22 @@ class _Writer:
         return shard.name
 
 
-def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _decode(value: Any, tensors: dict[str, torch.Tensor], depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"values are nested deeper than {_MAX_DEPTH}")
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, tensors, depth + 1) for item in value]
     match value:
         case {"tensor": str(name)} if len(value) == 1:
             return tensors[name]
         case {"float": "nan" | "inf" | "-inf" as text} if len(value) == 1:
             return float(text)
         case {"tuple": list(items)} if len(value) == 1:
-            return tuple(_decode(item, tensors) for item in items)
+            return tuple(_decode(item, tensors, depth + 1) for item in items)
         case {"dict": list(items)} if len(value) == 1:
-            return {_checked_key(key): _decode(item, tensors) for key, item in items}
+            return {_checked_key(key): _decode(item, tensors, depth + 1) for key, item in items}
     raise ValueError(f"{value!r:.60} is not a value")
 
 

@@ -14,6 +14,7 @@ from mt_files.error import FileError, LockedError, printable, system_error
 from mt_files.reading import parse_json
 
 _MAX_BYTES = 4096
+_TRIES, _PAUSE_SECONDS = 25, 0.002
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
 
@@ -91,14 +92,20 @@ class FolderLock:
 
     def _take(self, descriptor: int) -> bool:
         wanted = fcntl.LOCK_SH if self.shared else fcntl.LOCK_EX
-        try:
-            fcntl.flock(descriptor, wanted | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LockedError(self.folder, self._holder(descriptor)) from None
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return False
-            raise system_error(self._path, "lock it", error) from error
+        for is_last in [*[False] * _TRIES, True]:
+            try:
+                fcntl.flock(descriptor, wanted | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # A holder without a name has just come, or is about to go.
+                if is_last or os.fstat(descriptor).st_size:
+                    raise LockedError(self.folder, self._holder(descriptor)) from None
+                time.sleep(_PAUSE_SECONDS)
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return False
+                raise system_error(self._path, "lock it", error) from error
+            else:
+                break
         return True
 
     def _sign(self, descriptor: int) -> None:
