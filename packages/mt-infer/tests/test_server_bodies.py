@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from mt_infer.forms.bodies import FormError, read_form
+from mt_infer.forms.bodies import read_form
+from mt_infer.forms.refusal import FormError
 from mt_infer.forms.texts import CompletionForm, prompts_of
 
 NO_JSON = {

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from mt_files import FileError, bind, parse_json, shorten
 
+from mt_infer.forms.refusal import FormError
+
 _INTEGERS = range(-(2**63), 2**63)
-_LONGEST = 500
 _SHOWN_STEPS = 8
 # Schemas of others, in which a null may say something.
 _FREE = frozenset({"parameters", "schema", "chat_template_kwargs", "arguments"})
@@ -22,19 +23,6 @@ _IGNORED = frozenset(
         "prompt_cache_retention",
     }
 )
-
-
-class FormError(ValueError):
-    """A body that is refused.
-
-    Attributes:
-        param: Path of the field, such as `messages[0].role`; None for the body as a whole.
-        code: OpenAI's short name of the error.
-    """
-
-    def __init__(self, param: str, text: str, *, code: str = "invalid_value") -> None:
-        self.param, self.code = _shortened(param) or None, code
-        super().__init__(_shortened(f"{param}: {text}" if param else text))
 
 
 class Form(Protocol):
@@ -140,9 +128,3 @@ def _without_nulls(value: Any) -> Any:
         items = ((key, each) for key, each in value.items() if each is not None)
         return {key: each if key in _FREE else _without_nulls(each) for key, each in items}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
-
-
-def _shortened(text: str) -> str:
-    """Return a message of bounded length without characters that can't be encoded."""
-    text = text.encode(errors="replace").decode()
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

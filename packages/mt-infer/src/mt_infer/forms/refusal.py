@@ -8,6 +8,7 @@ _TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+_LONGEST = 500
 
 
 class RefusedError(Exception):
@@ -46,3 +47,23 @@ class RefusedError(Exception):
                 "code": self.code,
             }
         }
+
+
+class FormError(RefusedError):
+    """A field of a body that is refused.
+
+    Args:
+        param: Path of the field, such as `messages[0].role`; empty for the body as a whole.
+        text: The problem with its value, and the allowed values.
+        code: OpenAI's short name of the error.
+    """
+
+    def __init__(self, param: str, text: str, *, code: str = "invalid_value") -> None:
+        message = _shortened(f"{param}: {text}" if param else text)
+        super().__init__(400, message, param=_shortened(param) or None, code=code)
+
+
+def _shortened(text: str) -> str:
+    """Return a message of bounded length without characters that can't be encoded."""
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

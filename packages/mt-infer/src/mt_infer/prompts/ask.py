@@ -9,10 +9,9 @@ from typing import Any
 from mt_files import did_you_mean
 
 from mt_infer.backends.backend import Facts
-from mt_infer.forms.bodies import FormError
 from mt_infer.forms.chat import ChatForm
 from mt_infer.forms.choosing import Choosing
-from mt_infer.forms.refusal import RefusedError
+from mt_infer.forms.refusal import FormError, RefusedError
 from mt_infer.prompts.calls import call_grammar
 from mt_infer.prompts.prompt import Prompt
 from mt_infer.sampling import Sampling

@@ -17,7 +17,7 @@ from contextlib import suppress
 from io import BytesIO
 
 from mt_infer.backends.backend import Picture
-from mt_infer.forms.bodies import FormError
+from mt_infer.forms.refusal import FormError
 
 _MOST_BYTES = 4 << 20
 _MOST_PIXELS = 1 << 24

@@ -18,8 +18,8 @@ from mt_tokenizer import (
 )
 
 from mt_infer.backends.backend import Backend, Picture
-from mt_infer.forms.bodies import FormError
 from mt_infer.forms.chat import ChatForm, Message
+from mt_infer.forms.refusal import FormError
 from mt_infer.prompts.pictures import picture_of
 
 _MOST_IMAGES = 16

@@ -12,9 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mt_infer.backends.backend import Backend
-from mt_infer.forms.bodies import FormError
 from mt_infer.forms.refusal import RefusedError
-from mt_infer.server.gate import Gate, response_of
+from mt_infer.server.gate import Gate
 from mt_infer.server.keys import Keys
 from mt_infer.server.limits import Limits
 from mt_infer.server.routes import routers
@@ -48,8 +47,6 @@ def create_app(
     app.state.serving = Serving(backend, limits)
     app.add_middleware(Gate, keys=keys, limits=limits)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(RefusedError, _refused)
-    app.add_exception_handler(FormError, _refused_form)
     for router in routers():
         app.include_router(router)
     return app
@@ -66,14 +63,4 @@ def _backend(engine: Engine | Backend) -> Backend:
 async def _no_route(_: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     text = {404: "there is no such route", 405: "the route has other methods"}
-    return response_of(RefusedError(status, text.get(status, "the request is not served")))
-
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RefusedError), "the handler is for these"  # noqa: S101
-    return response_of(error)
-
-
-async def _refused_form(_: Request, error: Exception) -> Response:
-    assert isinstance(error, FormError), "the handler is for these"  # noqa: S101
-    return response_of(RefusedError(400, str(error), param=error.param, code=error.code))
+    raise RefusedError(status, text.get(status, "the request is not served")) from error

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from mt_infer.forms.bodies import FormError
+from mt_infer.forms.refusal import FormError
 from mt_infer.forms.texts import (
     DetokenizeForm,
     EmbeddingForm,
