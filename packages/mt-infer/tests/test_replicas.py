@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from mt_infer import Completion, Engine, EngineOptions, Sampling
-from mt_infer.backends.backend import Backend, EngineDownError
+from mt_infer.backends.backend import Backend, EngineDownError, Job
 from mt_infer.backends.local import LocalEngine
 from mt_infer.backends.process import EngineProcess, Setup
 from mt_infer.backends.replicas import Replicas
@@ -25,7 +25,7 @@ def engines(blocks: int = 60) -> list[LocalEngine]:
 
 
 async def answer(backend: Backend, prompt: Sequence[int]) -> Completion:
-    found = [each async for each in backend.stream([prompt], HOW)]
+    found = [each async for each in backend.stream(Job(prompts=[prompt], sampling=HOW))]
     completion = found[-1].completion
     assert completion is not None
     return completion
@@ -130,9 +130,9 @@ def test_blocks_travel_to_an_engine_in_another_process(write_run, tmp_path) -> N
     async def there_and_back() -> tuple[int, int, Completion]:
         other, here = EngineProcess(Setup(folder=str(run), name="run")), LocalEngine(own)
         await other.start()
-        sent = await other.take_over(await here.hand_over(prompt))
+        sent = await other.take_over(await here.hand_over(Job(prompts=[prompt], sampling=HOW)))
         found = await answer(other, prompt)
-        back = await here.take_over(await other.hand_over(prompt[1:]))
+        back = await here.take_over(await other.hand_over(Job(prompts=[prompt[1:]], sampling=HOW)))
         with pytest.raises(ValueError, match="none of hand_over"):
             await other.take_over(b"no blocks")
         for each in (other, here):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from mt_infer import Sampling
-from mt_infer.backends.backend import EngineDownError, EngineFailedError
+from mt_infer.backends.backend import EngineDownError, EngineFailedError, Job
 from mt_infer.backends.process import EngineProcess, EngineStartError, Setup
 from mt_infer.cli import main
 from mt_infer.logs import JsonFormatter
@@ -161,15 +161,19 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert engine.pid is None
 
 
+def job(prompt: list[int], **sampling: int) -> Job:
+    return Job(prompts=[prompt], sampling=Sampling(temperature=0, **sampling))
+
+
 def test_a_stream_that_is_read_too_slowly_ends_and_no_other(run: Path) -> None:
     async def check() -> None:
         engine = EngineProcess(Setup(folder=str(run), name="x"), max_stream_bytes=300)
         await engine.start()
         pid = engine.pid
         assert pid is not None
-        slow = engine.stream([[1, 2]], Sampling(temperature=0, max_tokens=12, min_tokens=12))
+        slow = engine.stream(job([1, 2], max_tokens=12, min_tokens=12))
         await anext(slow)
-        quick = [each async for each in engine.stream([[3]], Sampling(temperature=0, max_tokens=3))]
+        quick = [each async for each in engine.stream(job([3], max_tokens=3))]
         assert quick[-1].completion is not None
         await asyncio.sleep(0.5)
         with pytest.raises(EngineFailedError, match="too slowly"):

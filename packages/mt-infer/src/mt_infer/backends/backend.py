@@ -32,6 +32,25 @@ class Picture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Job:
+    """Prompts to continue.
+
+    Attributes:
+        prompts: Tokens of each prompt.
+        sampling: How to choose tokens; `n` continuations of a prompt follow one another.
+        images: Images of each prompt, in the order of their tokens; None for none at all.
+        adapter: Name of the adapter.
+        service: Priority, deadline and caller.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    images: Sequence[Sequence[Picture]] | None = None
+    adapter: str | None = None
+    service: Service = field(default_factory=Service)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """A model and its engine, as far as clients may know them.
 
@@ -109,25 +128,10 @@ class Backend(Protocol):
         """Whether requests would be served now."""
         ...
 
-    def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        images: Sequence[Sequence[Picture]] | None = None,
-        adapter: str | None = None,
-        service: Service | None = None,
-    ) -> AsyncGenerator[Delta, None]:
+    def stream(self, job: Job) -> AsyncGenerator[Delta, None]:
         """Continue prompts, and yield the deltas as they come; closing it cancels the requests.
 
         Each continuation ends with a delta that has its completion.
-
-        Args:
-            prompts: Tokens of each prompt.
-            sampling: How to choose tokens; `n` continuations of a prompt follow one another.
-            images: Images of each prompt, in the order of their tokens.
-            adapter: Name of the adapter.
-            service: Priority, deadline and caller.
         """
         ...
 
@@ -137,14 +141,8 @@ class Backend(Protocol):
         """Return a vector for each prompt; see `Engine.embed`."""
         ...
 
-    async def hand_over(
-        self,
-        prompt: Sequence[int],
-        *,
-        adapter: str | None = None,
-        service: Service | None = None,
-    ) -> bytes:
-        """Return the keys and values of a prompt's full blocks; see `Engine.hand_over`."""
+    async def hand_over(self, job: Job) -> bytes:
+        """Return the keys and values of the only prompt's full blocks; see `Engine.hand_over`."""
         ...
 
     async def take_over(self, content: bytes) -> int:

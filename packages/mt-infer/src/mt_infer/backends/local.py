@@ -12,12 +12,10 @@ from pathlib import Path
 from mt_files import to_plain
 from mt_tokenizer import Tokenizer
 
-from mt_infer.backends.backend import EngineDownError, Facts, Picture, Pooling
+from mt_infer.backends.backend import EngineDownError, Facts, Job, Picture, Pooling
 from mt_infer.completion import Delta
 from mt_infer.engine.answer import Answer, all_ended, any_ready, news_of
 from mt_infer.engine.engine import Engine
-from mt_infer.sampling import Sampling
-from mt_infer.service import Service
 
 _MOMENT_S = 0.005
 _SWAP_S = 30.0  # then no news come until the running requests have ended
@@ -100,20 +98,12 @@ class LocalEngine:
         """Whether weights were read in part alone, so that the engine sleeps."""
         return not self._is_asleep and not self.engine.is_awake
 
-    async def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        images: Sequence[Sequence[Picture]] | None = None,
-        adapter: str | None = None,
-        service: Service | None = None,
-    ) -> AsyncGenerator[Delta, None]:
+    async def stream(self, job: Job) -> AsyncGenerator[Delta, None]:
         """Continue prompts; see `Backend.stream`."""
         self._check_ready()
-        given = None if images is None else [[_decoded(x) for x in each] for each in images]
-        how = {"adapter": adapter, "service": service or Service()}
-        asked = [list(each) for each in prompts], sampling, given
+        given = None if job.images is None else [list(map(_decoded, each)) for each in job.images]
+        asked = list(map(list, job.prompts)), job.sampling, given
+        how = {"adapter": job.adapter, "service": job.service}
         answers = await asyncio.to_thread(self.engine.answers, *asked, **how)
         await self._may_begin.wait()
         reader = _Reader(answers, asyncio.get_running_loop())
@@ -146,16 +136,10 @@ class LocalEngine:
             found += vectors.tolist()
         return found
 
-    async def hand_over(
-        self,
-        prompt: Sequence[int],
-        *,
-        adapter: str | None = None,
-        service: Service | None = None,
-    ) -> bytes:
-        """Return the keys and values of a prompt's full blocks."""
+    async def hand_over(self, job: Job) -> bytes:
+        """Return the keys and values of the only prompt's full blocks."""
         self._check_ready()
-        how = {"adapter": adapter, "service": service}
+        (prompt,), how = job.prompts, {"adapter": job.adapter, "service": job.service}
         return await asyncio.to_thread(self.engine.hand_over, list(prompt), **how)
 
     async def take_over(self, content: bytes) -> int:

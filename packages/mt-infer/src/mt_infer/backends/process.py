@@ -17,13 +17,11 @@ from typing import Any
 from mt_files import UserError
 from mt_tokenizer import Tokenizer, load_tokenizer
 
-from mt_infer.backends.backend import EngineDownError, Facts, Picture, Pooling
+from mt_infer.backends.backend import EngineDownError, Facts, Job, Pooling
 from mt_infer.backends.channel import Channel
 from mt_infer.backends.wire import asked, delta_of, facts_of, next_message, packed
 from mt_infer.client import KEY_VARIABLE
 from mt_infer.completion import Delta
-from mt_infer.sampling import Sampling
-from mt_infer.service import Service
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 30.0
 _SILENT_S = 60.0
@@ -117,19 +115,11 @@ class EngineProcess:
         channel = await self._started()
         self._watcher = asyncio.create_task(self._watch(channel))
 
-    async def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        images: Sequence[Sequence[Picture]] | None = None,
-        adapter: str | None = None,
-        service: Service | None = None,
-    ) -> AsyncGenerator[Delta, None]:
+    async def stream(self, job: Job) -> AsyncGenerator[Delta, None]:
         """Continue prompts; see `Backend.stream`."""
         if self._is_asleep:
             raise EngineDownError("the model sleeps; try again when it is awake")
-        message, raw = asked(prompts, sampling, images, adapter, service or Service())
+        message, raw = asked(job)
         async with aclosing(self._running.stream("stream", message, raw)) as messages:
             async for each in messages:
                 if "delta" in each:
@@ -142,15 +132,9 @@ class EngineProcess:
         given = [list(each) for each in prompts]
         return await self._running.call("embed", prompts=given, pooling=pooling)
 
-    async def hand_over(
-        self,
-        prompt: Sequence[int],
-        *,
-        adapter: str | None = None,
-        service: Service | None = None,
-    ) -> bytes:
-        """Return the keys and values of a prompt's full blocks."""
-        message, _ = asked([prompt], Sampling(), None, adapter, service or Service())
+    async def hand_over(self, job: Job) -> bytes:
+        """Return the keys and values of the only prompt's full blocks."""
+        message, _ = asked(job)
         async with aclosing(self._running.stream("hand_over", message)) as messages:
             return (await anext(messages))["raw"]
 

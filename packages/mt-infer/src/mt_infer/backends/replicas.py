@@ -18,12 +18,11 @@ from mt_infer.backends.backend import (
     EngineDownError,
     EngineFailedError,
     Facts,
-    Picture,
+    Job,
     Pooling,
 )
 from mt_infer.completion import Delta
 from mt_infer.sampling import Sampling
-from mt_infer.service import Service
 
 _BLOCK = 16  # tokens that a key stands for
 _MOST_KEYS = 1 << 16
@@ -102,29 +101,20 @@ class Replicas:
         """Whether one engine serves."""
         return any(each.backend.is_ready for each in self._replicas)
 
-    async def stream(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        *,
-        images: Sequence[Sequence[Picture]] | None = None,
-        adapter: str | None = None,
-        service: Service | None = None,
-    ) -> AsyncGenerator[Delta, None]:
+    async def stream(self, job: Job) -> AsyncGenerator[Delta, None]:
         """Continue prompts on one engine; see `Backend.stream`."""
-        caller = "" if service is None else service.caller
-        keys = [] if images else keys_of(prompts[0], f"{adapter}/{caller}")
-        how = {"images": images, "adapter": adapter, "service": service}
+        salt = f"{job.adapter}/{job.service.caller}"
+        keys = [] if job.images else keys_of(job.prompts[0], salt)
         tried: list[_Replica] = []
         while True:
             replica = _chosen(self._replicas, keys, tried)
-            count, has_begun = len(prompts) * sampling.n, False
+            count, has_begun = len(job.prompts) * job.sampling.n, False
             replica.load += count
             try:
                 if keys and replica.matched(keys) < len(keys):
-                    await self._prefilled(replica, prompts[0], adapter, service)
+                    await self._prefilled(replica, job)
                 replica.note(keys)
-                async with aclosing(replica.backend.stream(prompts, sampling, **how)) as deltas:
+                async with aclosing(replica.backend.stream(job)) as deltas:
                     async for delta in deltas:
                         has_begun = True
                         yield delta
@@ -145,12 +135,9 @@ class Replicas:
         """Return a vector for each prompt, by one engine."""
         return await _chosen(self._replicas, [], []).backend.embed(prompts, pooling)
 
-    async def hand_over(
-        self, prompt: Sequence[int], *, adapter: str | None = None, service: Service | None = None
-    ) -> bytes:
-        """Return the keys and values of a prompt's full blocks, from one engine."""
-        backend = _chosen(self._prefill or self._replicas, [], []).backend
-        return await backend.hand_over(prompt, adapter=adapter, service=service)
+    async def hand_over(self, job: Job) -> bytes:
+        """Return the keys and values of the only prompt's full blocks, from one engine."""
+        return await _chosen(self._prefill or self._replicas, [], []).backend.hand_over(job)
 
     async def take_over(self, content: bytes) -> int:
         """Keep blocks of another engine in all engines."""
@@ -194,25 +181,19 @@ class Replicas:
     def _all(self) -> list[_Replica]:
         return [*self._replicas, *self._prefill]
 
-    async def _prefilled(
-        self,
-        replica: _Replica,
-        prompt: Sequence[int],
-        adapter: str | None,
-        service: Service | None,
-    ) -> None:
-        """Let an engine for prompts compute one for a replica, if there is any that can."""
+    async def _prefilled(self, replica: _Replica, job: Job) -> None:
+        """Let an engine for prompts compute the first one for a replica, if there is one ready."""
         if not any(each.backend.is_ready for each in self._prefill):
             return
-        helper, how = _chosen(self._prefill, [], []), {"adapter": adapter, "service": service}
+        helper = _chosen(self._prefill, [], [])
+        reading = replace(job, prompts=job.prompts[:1], sampling=Sampling(max_tokens=0, seed=0))
         helper.load += 1
         try:
             # This can be cancelled, and then the blocks are at hand.
-            reading = helper.backend.stream([prompt], Sampling(max_tokens=0, seed=0), **how)
-            async with aclosing(reading) as deltas:
+            async with aclosing(helper.backend.stream(reading)) as deltas:
                 async for _ in deltas:
                     pass
-            content = await helper.backend.hand_over(prompt, **how)
+            content = await helper.backend.hand_over(reading)
         except (EngineDownError, EngineFailedError, ValueError):
             return
         finally:

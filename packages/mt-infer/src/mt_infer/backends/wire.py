@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from mt_files import MissingExtraError, UserError
 
-from mt_infer.backends.backend import EngineDownError, EngineFailedError, Facts, Picture
+from mt_infer.backends.backend import EngineDownError, EngineFailedError, Facts, Job, Picture
 from mt_infer.completion import Completion, Delta
 from mt_infer.sampling import Sampling
 from mt_infer.service import Service
@@ -43,27 +43,21 @@ async def next_message(reader: asyncio.StreamReader) -> tuple[dict[str, Any], by
         return None
 
 
-def asked(
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    images: Sequence[Sequence[Picture]] | None,
-    adapter: str | None,
-    service: Service,
-) -> tuple[dict[str, Any], bytes]:
-    """Return the arguments of `Backend.stream` as a message and the pixels of its images."""
+def asked(job: Job) -> tuple[dict[str, Any], bytes]:
+    """Return a job as a message and the pixels of its images."""
     message: dict[str, Any] = {
-        "prompts": [list(each) for each in prompts],
-        "sampling": _given(sampling),
-        "adapter": adapter,
-        "service": _given(service),
+        "prompts": [list(each) for each in job.prompts],
+        "sampling": _given(job.sampling),
+        "adapter": job.adapter,
+        "service": _given(job.service),
     }
-    if images is not None:
-        message["images"] = [[[x.width, x.height] for x in each] for each in images]
-    return message, b"".join(x.rgb for each in images or () for x in each)
+    if job.images is not None:
+        message["images"] = [[[x.width, x.height] for x in each] for each in job.images]
+    return message, b"".join(x.rgb for each in job.images or () for x in each)
 
 
-def asked_of(message: Mapping[str, Any], raw: bytes) -> dict[str, Any]:
-    """Return the arguments of `Backend.stream`; the inverse of `asked`."""
+def asked_of(message: Mapping[str, Any], raw: bytes) -> Job:
+    """Return the job of a message; the inverse of `asked`."""
     images, place = message.get("images"), 0
     pictures: list[list[Picture]] = []
     for each in images or ():
@@ -72,13 +66,13 @@ def asked_of(message: Mapping[str, Any], raw: bytes) -> dict[str, Any]:
             end = place + 3 * width * height
             pictures[-1].append(Picture(width=width, height=height, rgb=raw[place:end]))
             place = end
-    return {
-        "prompts": message["prompts"],
-        "sampling": Sampling(**message["sampling"]),
-        "images": None if images is None else pictures,
-        "adapter": message["adapter"],
-        "service": Service(**message["service"]),
-    }
+    return Job(
+        prompts=message["prompts"],
+        sampling=Sampling(**message["sampling"]),
+        images=None if images is None else pictures,
+        adapter=message["adapter"],
+        service=Service(**message["service"]),
+    )
 
 
 def delta_message(delta: Delta) -> dict[str, Any]:

@@ -88,9 +88,7 @@ class Worker:
         if name == "stream":
             return self._stream(number, message, raw)
         if name == "hand_over":
-            given = asked_of(message, b"")
-            how = {"adapter": given["adapter"], "service": given["service"]}
-            return self._engine.hand_over(given["prompts"][0], **how)
+            return self._engine.hand_over(asked_of(message, raw))
         if name == "take_over":
             return self._engine.take_over(raw)
         return self._call(number, name, message)
@@ -110,7 +108,7 @@ class Worker:
             del self._tasks[number]
 
     async def _stream(self, number: int, message: dict[str, Any], raw: bytes) -> None:
-        async with aclosing(self._engine.stream(**asked_of(message, raw))) as deltas:
+        async with aclosing(self._engine.stream(asked_of(message, raw))) as deltas:
             async for delta in deltas:
                 self._say_facts()
                 self._send(number, delta=delta_message(delta))

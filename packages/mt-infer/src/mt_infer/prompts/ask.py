@@ -8,13 +8,14 @@ from typing import Any
 
 from mt_files import did_you_mean
 
-from mt_infer.backends.backend import Facts
+from mt_infer.backends.backend import Facts, Job
 from mt_infer.forms.chat import ChatForm
 from mt_infer.forms.choosing import Choosing
 from mt_infer.forms.refusal import FormError, RefusedError
 from mt_infer.prompts.calls import call_grammar
 from mt_infer.prompts.prompt import Prompt
 from mt_infer.sampling import Sampling
+from mt_infer.service import Service
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,17 @@ class Ask:
     def tokens(self) -> list[list[int]]:
         """Tokens of each prompt."""
         return [each.tokens for each in self.prompts]
+
+    def job(self, service: Service) -> Job:
+        """Return the job of the engine."""
+        images = [each.images for each in self.prompts]
+        return Job(
+            prompts=self.tokens,
+            sampling=self.sampling,
+            images=images if any(images) else None,
+            adapter=self.adapter,
+            service=service,
+        )
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -9,6 +9,7 @@ from mt_files import resolve_later
 if TYPE_CHECKING:
     from mt_infer.backends.backend import Backend as Backend
     from mt_infer.backends.backend import Facts as Facts
+    from mt_infer.backends.backend import Job as Job
     from mt_infer.backends.backend import Picture as Picture
     from mt_infer.backends.local import LocalEngine as LocalEngine
     from mt_infer.backends.replicas import Replicas as Replicas

@@ -73,17 +73,10 @@ class Serving:
         client: Client = request.scope["state"]["client"]
         begun, seen = time.monotonic(), dict[int, float]()
         deadline = min(self.limits.deadline_s, ask.deadline_s or self.limits.deadline_s)
-        service = Service(
-            priority=client.priority,
-            deadline_s=deadline,
-            caller=_caller(client.name, ask.cache_salt),
-        )
-        pictures = [each.images for each in ask.prompts]
-        how = {"adapter": ask.adapter, "service": service}
+        caller = _caller(client.name, ask.cache_salt)
+        service = Service(priority=client.priority, deadline_s=deadline, caller=caller)
         with self._admitted(ask), refusals():
-            stream = self.backend.stream(
-                ask.tokens, ask.sampling, images=pictures if any(pictures) else None, **how
-            )
+            stream = self.backend.stream(ask.job(service))
             async with aclosing(stream):
                 async for delta in stream:
                     self._count(delta, begun, seen)
