@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from mt_infer.engine.drafts import drafter_of
 from mt_infer.engine.host import HostRoom
 from mt_infer.engine.intake import Intake
 from mt_infer.engine.isolation import isolate
+from mt_infer.engine.lock import FairLock
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.prefix import salt_of
 from mt_infer.engine.ranks import Ranks
@@ -33,8 +33,8 @@ from mt_infer.engine.scheduler import Scheduler
 class Loop:
     """The requests of a model, and the step that serves them.
 
-    One thread of the first rank steps at a time and holds `lock`; others may hand requests in
-    meanwhile. Other ranks do the same `deeds`.
+    One thread of the first rank steps at a time and holds `lock`, which goes round in the order of
+    those who ask; others may hand requests in meanwhile. Other ranks do the same `deeds`.
 
     Args:
         model: The model.
@@ -80,7 +80,7 @@ class Loop:
             self.scheduler.prefix.add_states(options.max_batch)
         if options.host_blocks:
             self.scheduler.host = HostRoom(options.host_blocks, options.block_size)
-        self.lock = threading.RLock()
+        self.lock = FairLock()
         self.arriving: deque[Answer] = deque()
         self.leaving: deque[Answer] = deque()
         self._answers: dict[Request, Answer] = {}
