@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from fastapi.routing import APIRoute
 from mt_infer import Engine, EngineOptions, Sampling
+from mt_infer.backends.process import EngineProcess, Setup
 from mt_infer.server import Key, Keys, Limits, create_app
 from mt_infer.server.routes import routers
 from mt_model import GPT, gpt
@@ -122,6 +124,22 @@ def test_a_body_that_does_not_come_ends_the_request(site: Site) -> None:
     found = connection.getresponse()
     assert (found.status, found.getheader("connection")) == (408, "close")
     connection.close()
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "mt_infer.server")
+    with served(create_app(EngineProcess(Setup(folder="x", name="x")))) as site:
+        connection = http.client.HTTPConnection("127.0.0.1", site.port, timeout=10)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders(b"{")
+        connection.close()
+        wait_for(lambda: caplog.records)
+    assert [(each.getMessage(), vars(each)["status"]) for each in caplog.records] == [
+        ("request", 499)
+    ]
 
 
 def test_a_full_queue_refuses_and_those_who_leave_give_their_blocks_back(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -38,3 +40,36 @@ def model_digest(model: GPT) -> str:
         digest.update(f"{name} {plain.dtype} {list(plain.shape)}\n".encode())
         digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+class Identity:
+    """Step and digest of an engine's weights; a swap replaces both at once.
+
+    Args:
+        step: Step that made the weights; None for a folder of Hugging Face.
+        find_digest: Returns the digest; it is called when the digest is first read.
+        is_of_files: Whether the weights are those of files, and no caller gave them.
+    """
+
+    def __init__(
+        self, step: int | None, find_digest: Callable[[], str], *, is_of_files: bool
+    ) -> None:
+        self.step, self.is_of_files, self._find_digest = step, is_of_files, find_digest
+
+    @classmethod
+    def of_run(cls, run: Run) -> Identity:
+        """Return the identity of an opened folder's weights."""
+        made = cls(run.step, partial(run_digest, run), is_of_files=True)
+        if run.step is not None:  # the record of a step's files is at hand while the step is held
+            _ = made.digest
+        return made
+
+    @classmethod
+    def of_model(cls, model: GPT, step: int | None) -> Identity:
+        """Return the identity of a model's weights as a caller gave them."""
+        return cls(step, partial(model_digest, model), is_of_files=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the weights, in hexadecimal: of their files, or of updated tensors."""
+        return self._find_digest()

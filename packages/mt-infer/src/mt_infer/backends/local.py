@@ -18,7 +18,6 @@ from mt_infer.engine.answer import Answer, all_ended, any_ready, news_of
 from mt_infer.engine.engine import Engine
 
 _MOMENT_S = 0.005
-_SWAP_S = 30.0  # then no news come until the running requests have ended
 
 
 @dataclass(eq=False)
@@ -53,8 +52,8 @@ class LocalEngine:
     def facts(self) -> Facts:
         """The model and its engine."""
         engine, config = self.engine, self.engine.model.config
-        if engine.step not in self._digests:
-            self._digests[engine.step] = engine.digest
+        identity = engine.identity
+        self._digests[identity.step] = identity.digest
         kept = engine.options.kv_cache_dtype
         cache = kept if isinstance(kept, str) else "own scales"
         sizes = {} if engine.state is None else {n: engine.state.size(n) for n in ("tp", "pp")}
@@ -65,7 +64,7 @@ class LocalEngine:
             dtype=str(next(engine.model.parameters()).dtype).removeprefix("torch."),
             layout="-".join(f"{name}{size}" for name, size in sizes.items()) or "tp1-pp1",
             kernels={**to_plain(engine.model.shard.kernels), "kv_cache": cache},
-            step=engine.step,
+            step=identity.step,
             digests=dict(self._digests),
             adapters=self.engine.adapters,
             has_encoder=bool(config.encoder_layers),
@@ -159,8 +158,8 @@ class LocalEngine:
         async with self._swaps:
             self._may_begin.clear()
             try:
-                end = asyncio.get_running_loop().time() + _SWAP_S
-                while self._readers and asyncio.get_running_loop().time() < end:
+                # The engine would wait too, but without news for those who read.
+                while not all(all_ended(each.answers) for each in self._readers):
                     await asyncio.sleep(_MOMENT_S)
                 return await asyncio.to_thread(self.engine.load_step, step)
             finally:

@@ -50,7 +50,7 @@ class Worker:
     ) -> None:
         self._engine, self._reader, self._writer = engine, reader, writer
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._said = engine.engine.step, engine.engine.adapters
+        self._said = engine.engine.identity, engine.engine.adapters
 
     async def serve(self) -> None:
         """Serve messages until the server closes the socket."""
@@ -120,9 +120,9 @@ class Worker:
         try:
             return await getattr(self._engine, name)(**message)
         finally:
-            self._say_facts()
             if name == "load_step":
                 self._end_if_asleep()
+            self._say_facts()
 
     def _end_if_asleep(self) -> None:
         """End the process if half-read weights let the engine sleep; the next one reads all."""
@@ -132,7 +132,7 @@ class Worker:
 
     def _say_facts(self) -> None:
         """Tell the server of another step or adapter, before an answer has it."""
-        changing = self._engine.engine.step, self._engine.engine.adapters
+        changing = self._engine.engine.identity, self._engine.engine.adapters
         if changing != self._said:
             self._said = changing
             self._writer.write(packed({"facts": facts_message(self._engine.facts)}))

@@ -12,6 +12,7 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from mt_tokenizer import Tokenizer
 from torch import Tensor
 
+from mt_infer.digests import Identity
 from mt_infer.engine.adapters import AdapterSource
 from mt_infer.engine.calls import Calls
 from mt_infer.engine.handover import Handover
@@ -68,7 +69,7 @@ class Engine(Calls):
             self.options,
             vocab_size=vocab_size,
             tokenizer=tokenizer,
-            step=None if run is None else run.step,
+            identity=Identity.of_model(model, None) if run is None else Identity.of_run(run),
             intake=intake,
             ranks=ranks,
         )
@@ -136,7 +137,12 @@ class Engine(Calls):
     @property
     def step(self) -> int | None:
         """Step of the weights; None for a folder of Hugging Face."""
-        return self._loop.step_of_weights
+        return self.identity.step
+
+    @property
+    def identity(self) -> Identity:
+        """Step and digest of the weights as one value, for readers beside a swap."""
+        return self._loop.identity
 
     @property
     def is_awake(self) -> bool:
@@ -151,7 +157,7 @@ class Engine(Calls):
     @property
     def digest(self) -> str:
         """Digest of the weights, in hexadecimal: of their files, or of updated tensors."""
-        return self._weights.digest
+        return self.identity.digest
 
     def stats(self) -> dict[str, int]:
         """Return the numbers of blocks and requests now, and of passes and tokens so far."""

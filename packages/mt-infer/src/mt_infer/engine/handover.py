@@ -151,7 +151,7 @@ class Handover:
         return {
             "model": hashlib.sha256(config.encode()).hexdigest()[:16],
             "weights": self._weights.source,
-            "step": self._loop.step_of_weights,
+            "step": self._loop.identity.step,
             "dtype": str(runner.model.shard.dtype),
             "kv_cache_dtype": str(self._options.kv_cache_dtype),
             "block_size": self._options.block_size,

@@ -13,6 +13,7 @@ from mt_model import GPT
 from mt_tokenizer import Tokenizer
 
 from mt_infer.completion import End
+from mt_infer.digests import Identity
 from mt_infer.engine.adapters import Adapters, AdapterSource
 from mt_infer.engine.answer import Answer
 from mt_infer.engine.blocks import BlockPool
@@ -41,7 +42,7 @@ class Loop:
         options: Sizes and switches.
         vocab_size: Number of tokens to choose from.
         tokenizer: The model's; None for token lists alone.
-        step: Step of its checkpoint.
+        identity: Which weights the model has.
         intake: What makes the requests of the first rank's callers on the others.
         ranks: The ranks that serve the same requests.
 
@@ -57,13 +58,13 @@ class Loop:
         *,
         vocab_size: int,
         tokenizer: Tokenizer | None,
-        step: int | None,
+        identity: Identity,
         intake: Intake,
         ranks: Ranks,
     ) -> None:
         self.runner = Runner(model, options, ranks.state)
         self.pool = BlockPool(self.runner.blocks)
-        self.adapters, self.step_of_weights = Adapters(model), step
+        self.adapters, self.identity = Adapters(model), identity
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self.drafter = drafter_of(self.runner, options, vocab_size)
         self._intake, self._ranks = intake, ranks
@@ -218,15 +219,15 @@ class Loop:
             self.runner.encode(request)
         self.scheduler.note_encoded(request)
 
-    def forget(self, step: int | None) -> None:
+    def forget(self, identity: Identity) -> None:
         """Compute running requests again, with other weights.
 
         Args:
-            step: Step of the new weights.
+            identity: Which weights the model has now.
         """
         self.scheduler.forget()
         self._version += 1
-        self.step_of_weights = step
+        self.identity = identity
         for request in self._answers:
             request.salt = self.salt(request)
 
@@ -304,7 +305,7 @@ class Loop:
             self._end(answer, end, len(new))
             return
         if new and answer.streams:
-            answer.tell(len(new), self.step_of_weights)
+            answer.tell(len(new), self.identity.step)
         if part.request.held and self.runner.restarts(part.request.held, len(part.request.tokens)):
             part.request.held = 0
 
@@ -316,6 +317,6 @@ class Loop:
 
     def _tell_end(self, answer: Answer, end: End, new: int = 0) -> None:
         if answer.error is None:
-            answer.complete(end, self._tokenizer, self.step_of_weights)
-            answer.tell(new, self.step_of_weights)
+            answer.complete(end, self._tokenizer, self.identity.step)
+            answer.tell(new, self.identity.step)
         self.drop_unused_adapters()

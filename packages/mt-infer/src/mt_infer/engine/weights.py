@@ -21,7 +21,7 @@ from mt_parallel_state import ParallelState, shardings
 from mt_quant import QuantizedLinear
 from torch import Tensor
 
-from mt_infer.digests import model_digest, run_digest
+from mt_infer.digests import Identity, run_digest
 from mt_infer.dtypes import dtype_of
 from mt_infer.engine.loop import Loop
 from mt_infer.engine.options import EngineOptions
@@ -53,23 +53,13 @@ class Weights:
         self._model, self._loop, self._run, self._ranks = model, loop, run, ranks
         self.ema, self._are_away = False, False
         loop.add_deeds(self.read_step, self.sleep, self.wake)
-        # A run's record of its files is at hand while its step is held; other folders stay.
-        self._digest = None if run is None or run.step is None else run_digest(run)
-        self._is_of_files = run is not None
         self._pack()
-
-    @property
-    def digest(self) -> str:
-        """Digest of the weights; see `Engine.digest`."""
-        if self._digest is None:
-            of_files = self._run if self._is_of_files else None
-            self._digest = model_digest(self._model) if of_files is None else run_digest(of_files)
-        return self._digest
 
     @property
     def source(self) -> str | None:
         """Digest of the files with the weights; None for weights that a caller gave."""
-        return self.digest if self._is_of_files else None
+        identity = self._loop.identity
+        return identity.digest if identity.is_of_files else None
 
     def load_step(self, step: int | None, *, finish: bool) -> int | None:
         """Read a checkpoint of the run; see `Engine.load_step`."""
@@ -80,19 +70,24 @@ class Weights:
                 raise RunError(f"{run.source}: its model is not the engine's; make a new engine")
             if finish:
                 self.finish()
-            error = self._ranks.do(self.read_step, step=run.step)
+            error = self._ranks.do(self.read_step, step=run.step, digest=run_digest(run))
             if error is not None:
                 raise error
-            self._digest, self._is_of_files = run_digest(run), True
             return run.step
 
-    def read_step(self, step: int | None) -> BaseException | None:
-        """Read a checkpoint, which the first rank protects; return the error of a rank."""
+    def read_step(self, step: int | None, digest: str) -> BaseException | None:
+        """Read a checkpoint, which the first rank protects; return the error of a rank.
+
+        Args:
+            step: Step of the checkpoint.
+            digest: Digest of its weights.
+        """
         made_of, state = self._run, self._ranks.state
         assert made_of is not None, "the first rank has seen to it"  # noqa: S101
         assert state is not None, "the first rank has seen to it"  # noqa: S101
         try:
-            with self._swapped(step), open_run(made_of.folder, step) as run:
+            identity = Identity(step, lambda: digest, is_of_files=True)
+            with self._swapped(identity), open_run(made_of.folder, step) as run:
                 fill_weights(self._model, run, state, group=self._ranks.group, ema=self.ema)
         except BaseException as error:  # noqa: BLE001 - the first rank raises it
             return error
@@ -111,8 +106,7 @@ class Weights:
         problem = self._ranks.any(_misfit(weights, own, rounded))
         if problem is not None:
             raise ValueError(problem)
-        self._digest, self._is_of_files = None, False
-        with self._swapped(step), torch.no_grad():
+        with self._swapped(Identity.of_model(self._model, step)), torch.no_grad():
             for name, x in weights.items():
                 if name in rounded:
                     rounded[name].round_weight(x)
@@ -165,15 +159,20 @@ class Weights:
             self._loop.advance()
 
     @contextmanager
-    def _swapped(self, step: int | None) -> Iterator[None]:
-        """Forget what the old weights made; if a rank has an error, all sleep and raise it."""
+    def _swapped(self, identity: Identity) -> Iterator[None]:
+        """Forget what the old weights made; if a rank has an error, all sleep and raise it.
+
+        Args:
+            identity: Which weights the model has at the block's end.
+        """
         error: BaseException | None = None
         try:
             yield
         except BaseException as raised:  # noqa: BLE001
             error = raised
         problem = self._ranks.any(None if error is None else f"{type(error).__name__}: {error}")
-        self._loop.forget(step if problem is None else None)
+        is_whole = problem is None
+        self._loop.forget(identity if is_whole else Identity.of_model(self._model, None))
         if problem is None:
             self._pack()
             return

@@ -103,6 +103,8 @@ class _Exchange:
         except TimeoutError as error:
             text = f"the body has taken more than {self._limits.body_s:g} s"
             raise RefusedError(408, text) from error
+        if message["type"] == "http.disconnect":
+            raise RefusedError(499, "the client has left", code="client_left")
         self._size += len(message.get("body", b""))
         if self._size > self._limits.max_body_bytes:
             raise self._too_large()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import logging
 import resource
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import h11
@@ -26,6 +27,8 @@ from mt_infer.server.limits import Limits
 _HEADER_BYTES = 1 << 15
 _BACKLOG = 2048
 _OTHER_FILES = 256
+_PAUSE_S = 1.0  # where no connection can be accepted
+_log = logging.getLogger("mt_infer.server")
 
 
 class AddressError(UserError):
@@ -80,9 +83,12 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, limits: Limits, on_listening: Callable[[], None]) -> None:
+        self._most, self._open = limits.max_connections, set[asyncio.Protocol]()
+        self._opening, self._refusal = set[asyncio.Task[Any]](), _refusal()
+        self._connection = _connections(limits, self._open.discard)
         config = uvicorn.Config(
             app,
-            http=_connections(limits),
+            http=self._connection,
             ws="none",
             loop="asyncio",
             lifespan="on",
@@ -97,16 +103,17 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._serving, self._on_listening = app.state.serving, on_listening
-        self._connections = limits.max_connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the port."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = 2 * self._connections + _OTHER_FILES
+        wanted = 2 * self._most + _OTHER_FILES
         if 0 <= soft < wanted:
             most = wanted if hard < 0 else min(wanted, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         await super().startup(sockets)
+        for listener in sockets or ():
+            self._listen(listener)
         self._on_listening()
 
     @contextmanager
@@ -123,26 +130,68 @@ class Server(uvicorn.Server):
             for each in caught:
                 loop.remove_signal_handler(each)
 
+    def _listen(self, listener: socket.socket) -> None:
+        if listener.fileno() >= 0:  # it is not closed
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Take the connections that wait; one beyond the limit costs no protocol and no task."""
+        loop = asyncio.get_running_loop()
+        for _ in range(_BACKLOG):
+            try:
+                connection, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # such as no more files
+                _log.error("connections are not accepted", extra={"error": str(error)})
+                loop.remove_reader(listener)
+                loop.call_later(_PAUSE_S, self._listen, listener)
+                return
+            connection.setblocking(False)  # noqa: FBT003
+            if len(self._open) >= self._most:
+                self._serving.metrics.rejected.labels("too_many").inc()
+                with connection, suppress(OSError):
+                    connection.send(self._refusal)
+                    connection.recv(_HEADER_BYTES)  # closed with unread bytes, it would be reset
+                continue
+            protocol = self._connection(self.config, self.server_state, self.lifespan.state)
+            self._open.add(protocol)
+            opening = loop.create_task(self._opened(protocol, connection))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opening.discard)
+
+    async def _opened(self, protocol: asyncio.Protocol, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: protocol, connection)
+        except OSError:  # the client has left
+            self._open.discard(protocol)
+            connection.close()
+
     def _stop(self) -> None:
         self.force_exit = self.should_exit
         self.should_exit = self._serving.is_draining = True
 
 
-def _connections(limits: Limits) -> type[H11Protocol]:
-    """Return uvicorn's protocol with limits on the number of connections and a header's time."""
+def _refusal() -> bytes:
+    """Return the answer to a connection beyond the limit."""
     busy = json.dumps(RefusedError(503, "too many connections", code="too_many").body).encode()
     head = f"HTTP/1.1 503 Busy\r\ncontent-type: application/json\r\ncontent-length: {len(busy)}\r\n"
-    refusal = f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + busy
+    return f"{head}retry-after: 1\r\nconnection: close\r\n\r\n".encode() + busy
+
+
+def _connections(limits: Limits, on_lost: Callable[[asyncio.Protocol], None]) -> type[H11Protocol]:
+    """Return uvicorn's protocol with a limit on a header's time.
+
+    Args:
+        limits: The limits.
+        on_lost: Called with a connection that has ended.
+    """
 
     class Connection(H11Protocol):
         _late: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            if len(self.connections) >= limits.max_connections:
-                self.transport = transport
-                transport.write(refusal)
-                transport.close()
-                return
             super().connection_made(transport)
             self._watch()
 
@@ -153,6 +202,7 @@ def _connections(limits: Limits) -> type[H11Protocol]:
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             self._forget()
+            on_lost(self)
 
         def _watch(self) -> None:
             """Close the connection if the header that it has begun takes too long."""
