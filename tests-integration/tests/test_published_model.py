@@ -51,8 +51,8 @@ def chat_rows(folder: Path, prompts: tuple[str, ...]) -> list[list[int]]:
     how = {"add_generation_prompt": True, "return_dict": False}
     talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
     rows = [theirs.apply_chat_template(talk, **how) for talk in talks]
-    with ChatTemplate.from_folder(folder) as template:
-        assert [ours.encode_chat(template.render(talk)) for talk in talks] == rows
+    with ChatTemplate.from_folder(folder, ours) as template:
+        assert [ours.encode_chat(template.write(talk)) for talk in talks] == rows
     return rows
 
 

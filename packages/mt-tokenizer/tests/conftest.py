@@ -1,11 +1,15 @@
 """Small tokenizers of every kind."""
 
 import io
+import sys
+from pathlib import Path
 
 import pytest
 import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+sys.path.insert(0, str(Path(__file__).parent))  # test_turns has the templates of chat_templates
 
 TEXTS = ["the quick brown fox jumps over the lazy dog"] * 20 + ["naïve café, 日本語 and 🎉!"] * 5
 SIGN = "\u2581"

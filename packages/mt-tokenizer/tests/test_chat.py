@@ -29,18 +29,18 @@ def test_a_conversation_is_rendered(tmp_path):
         json.dumps({"chat_template": CHATML, "bos_token": {"content": "<s>"}})
     )
     with ChatTemplate.from_folder(tmp_path) as template:
-        text = template.render(MESSAGES)
+        text = template.write(MESSAGES).text
         assert text == (
             "<s><|im_start|>user\nHello<|im_end|>\n"
             "<|im_start|>assistant\nHi <b>é</b><|im_end|>\n<|im_start|>assistant\n"
         )
         tools = [{"name": "f", "about": "<é>"}]
-        assert '[{"name": "f", "about": "<é>"}]' in template.render(MESSAGES, tools=tools)
-        short = template.render(MESSAGES[:1], add_generation_prompt=False)
+        assert '[{"name": "f", "about": "<é>"}]' in template.write(MESSAGES, tools=tools).text
+        short = template.write(MESSAGES[:1], add_generation_prompt=False).text
         assert short == "<s><|im_start|>user\nHello<|im_end|>\n"
     (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}")
     with ChatTemplate.from_folder(tmp_path) as template:
-        assert template.render(MESSAGES) == "2"
+        assert template.write(MESSAGES).text == "2"
 
 
 def test_a_folder_without_a_template_says_so(tmp_path):
@@ -68,18 +68,18 @@ def test_a_hostile_template_is_stopped_and_the_next_text_is_rendered(source, wor
     with ChatTemplate(whole, limits=ChatLimits(cpu_seconds=1)) as template:
         begin = time.monotonic()
         with pytest.raises(ChatError, match=word):
-            template.render([])
+            template.write([])
         assert time.monotonic() - begin < 20
         if word != "wrong":
-            assert template.render(MESSAGES) == "Hello"
+            assert template.write(MESSAGES).text == "Hello"
 
 
 def test_text_of_messages_is_no_template_and_no_program():
     with ChatTemplate("{{ messages[0].content }}") as template:
         for text in ("{{ 7 * 7 }}", "\0\n", "\ud800", "x" * 100_000):
-            assert template.render([{"role": "user", "content": text}]) == text
+            assert template.write([{"role": "user", "content": text}]).text == text
         with pytest.raises(ChatError, match="JSON"):
-            template.render([{"role": "user", "content": object()}])
+            template.write([{"role": "user", "content": object()}])
 
 
 def test_chat_text_gets_no_token_that_the_template_has_not_written():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -13,20 +14,29 @@ from typing import Any, BinaryIO, cast
 
 from mt_files import Checks, FileError, parse_json, read_json, read_text, require
 
-from mt_tokenizer.error import TokenizerError
+from mt_tokenizer.chat_text import ChatText
+from mt_tokenizer.literal import Literals, free_marks, restore
+from mt_tokenizer.tokenizer import Tokenizer
+from mt_tokenizer.turns import (
+    ChatError,
+    Rendered,
+    split_training,
+    trained_of,
+    turns_by_prefix,
+    turns_by_tag,
+)
 
 _MOST_BYTES = 1 << 22
 _TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates read
+_UNFIT = "the chat template can't render these messages"
 _ENDED = 2.0  # seconds
-
-
-class ChatError(TokenizerError):
-    """A chat template does not render messages; the message has its reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatLimits:
-    """What a chat template may use for a text.
+    """What a chat template may use for a conversation.
 
     Attributes:
         cpu_seconds: Seconds of a processor.
@@ -76,6 +86,13 @@ def _with_object(call: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     return {**call, "function": with_object} if "function" in call else with_object
 
 
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its reasoning under the names that templates read."""
+    given = (message.get(name) for name in _REASONING)
+    found = next((each for each in given if each is not None), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
 class ChatTemplate:
     """A model's chat template, rendered by a sandbox in a process of its own with limits.
 
@@ -84,25 +101,35 @@ class ChatTemplate:
 
     Args:
         source: The Jinja template.
-        tokens: Special tokens that it may name, such as `bos_token`.
-        limits: What it may use for a text.
+        tokenizer: Tokenizer of the model; None writes text in which every name of a special token
+            stands for the token.
+        tokens: Special tokens that the template may name, such as `bos_token`.
+        limits: What it may use for the texts of a conversation.
     """
 
     def __init__(
         self,
         source: str,
-        tokens: Mapping[str, str] | None = None,
+        tokenizer: Tokenizer | None = None,
         *,
+        tokens: Mapping[str, str] | None = None,
         limits: ChatLimits | None = None,
     ) -> None:
         require("jinja2", "rendering a chat template")
-        self.source, self.tokens = source, dict(tokens or {})
+        self.source, self.tokenizer, self.tokens = source, tokenizer, dict(tokens or {})
+        self._literals = Literals(() if tokenizer is None else tokenizer.special_tokens)
         self._limits = limits or ChatLimits()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
     @classmethod
-    def from_folder(cls, folder: Path | str, *, limits: ChatLimits | None = None) -> ChatTemplate:
+    def from_folder(
+        cls,
+        folder: Path | str,
+        tokenizer: Tokenizer | None = None,
+        *,
+        limits: ChatLimits | None = None,
+    ) -> ChatTemplate:
         """Read the template of a folder of Hugging Face.
 
         It is in `chat_template.jinja`, or in `tokenizer_config.json`, where a list of templates has
@@ -118,16 +145,16 @@ class ChatTemplate:
                 f"{folder} has no chat template, neither as chat_template.jinja nor in "
                 "tokenizer_config.json; its model continues texts, so give it a prompt"
             )
-        return cls(source, tokens, limits=limits)
+        return cls(source, tokenizer, tokens=tokens, limits=limits)
 
-    def render(
+    def write(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
-    ) -> str:
+    ) -> ChatText:
         """Return the text of a conversation, for `Tokenizer.encode_chat`.
 
         Args:
@@ -139,18 +166,81 @@ class ChatTemplate:
         Raises:
             ChatError: The template refuses the messages, is wrong, or goes beyond its limits.
         """
-        given = {
-            **self.tokens,
-            **variables,
-            "messages": list(messages),
-            "tools": None if tools is None else list(tools),
-            "add_generation_prompt": add_generation_prompt,
-        }
+        wanted = [(len(messages), add_generation_prompt)]
+        return self._texts(messages, tools, variables, wanted)[0]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> Rendered:
+        """Return the tokens of a whole conversation, and what a model learns of it.
+
+        It learns the assistant's messages with the tokens that end them, and nothing that a prompt
+        supplies. A template with `{% generation %}` says where they are; otherwise the texts of the
+        conversation's beginnings do. A message may have `train: false`, or a `weight` of its loss.
+
+        Args:
+            messages: Mappings with `role`, `content` and what else the template reads.
+            tools: JSON schemas of functions that the model may call.
+            variables: Further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            ChatError: It is not known which part is a message to learn; the template refuses the
+                messages, is wrong, or goes beyond its limits; there is no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ChatError("a conversation to learn needs the tokenizer; give it to ChatTemplate")
+        plain, weights = split_training(messages)
+        for number, weight in weights.items():
+            if weight and not (plain[number].get("content") or plain[number].get("tool_calls")):
+                raise ChatError(
+                    f"message {number} is to be learnt and has neither content nor tool_calls; "
+                    "give it train: false, or remove it"
+                )
+        learnt = [number for number, weight in weights.items() if weight]
+        whole = (len(plain), False)
+        if _TAG.search(self.source):
+            wanted = [(number + 1, False) for number in weights] if learnt else []
+            first, *rest = self._texts(plain, tools, variables, [whole, *wanted], spans=True)
+            turns = turns_by_tag(first, dict(zip(weights, rest, strict=False)), weights)
+        else:
+            wanted = [each for n in learnt for each in ((n, True), (n + 1, False))]
+            first, *rest = self._texts(plain, tools, variables, [whole, *wanted])
+            pairs = zip(rest[::2], rest[1::2], strict=True)
+            turns = turns_by_prefix(first, dict(zip(learnt, pairs, strict=True)), weights)
+        encoded = self.tokenizer.encode_chat_places(first)
+        return Rendered(encoded.ids, trained_of(self.tokenizer, first.text, encoded, turns))
+
+    def _texts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        wanted: Sequence[tuple[int, bool]],
+        *,
+        spans: bool = False,
+    ) -> list[ChatText]:
+        """Return texts of first messages, each with or without the prompt for an answer."""
+        plain = [_with_reasoning(each) for each in messages]
+        given = {**variables, "tools": None if tools is None else list(tools)}
+        try:
+            (plain, given), marks = self._literals.mark((plain, given))
+            span = free_marks((plain, given, self.source), 2) if spans else ["", ""]
+        except (ValueError, RecursionError) as error:
+            raise ChatError(f"{_UNFIT}: {error}") from None
+        asked = {"messages": plain, "variables": self.tokens | given, "texts": wanted, "span": span}
         with self._lock:
-            answer = self._ask(given)
-        if "error" in answer:
-            raise ChatError(f"the chat template can't render these messages: {answer['error']}")
-        return answer["text"]
+            answer = self._ask(asked)
+        if "error" not in answer:
+            return [restore(text, marks, span) for text in answer["texts"]]
+        where = ""
+        if number := answer.get("number"):
+            count, has_prompt = wanted[number]
+            where = f" as far as message {count if has_prompt else count - 1}"
+        raise ChatError(f"{_UNFIT}{where}: {answer['error']}")
 
     def close(self) -> None:
         """End the process; the next `render` starts another."""

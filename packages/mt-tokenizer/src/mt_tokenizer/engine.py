@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,7 +13,9 @@ from typing import Any, TypeAlias
 
 from mt_files import require
 
+from mt_tokenizer.chat_text import ChatText, Encoded, by_parts, pattern_of, rename_tokens, renamed
 from mt_tokenizer.error import TokenizerError, is_library_error
+from mt_tokenizer.piece_places import piece_places
 from mt_tokenizer.pieces import piece_decoder, space_piece
 from mt_tokenizer.schema import MAX_VOCABULARY
 
@@ -54,10 +57,42 @@ class JsonEngine:
             encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    def encode_prompt(self, text: str, *, add: bool = True) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text; special tokens in it are read, and the usual ones added."""
         with _reported("the tokenizer cannot encode this text"):
-            return self._for_prompts.encode(text, add_special_tokens=add).ids
+            return self._for_prompts.encode(text).ids
+
+    def encode_chat(self, chat: ChatText) -> Encoded:
+        """Return the ids of what a chat template wrote, in which only its names are tokens."""
+        with _reported("the tokenizer cannot encode this text"):
+            if not chat.literal:
+                found = self._for_prompts.encode(chat.text, add_special_tokens=False)
+                begins, ends = zip(*found.offsets, strict=True) if found.offsets else ((), ())
+                return Encoded(ids=found.ids, begins=[*begins], ends=[*ends])
+            other, names = self._with_other_names
+            text, first, last = renamed(chat, self._names, names)
+            found = other.encode(text, add_special_tokens=False)
+        begins = [
+            first[begin] if begin < len(first) else len(chat.text) for begin, _ in found.offsets
+        ]
+        ends = [last[end - 1] if end else 0 for _, end in found.offsets]
+        return Encoded(ids=found.ids, begins=begins, ends=ends)
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        return pattern_of(self.special_tokens)
+
+    @cached_property
+    def _with_other_names(self) -> tuple[Any, dict[str, str]]:
+        """A copy in which special tokens have names that no text can know, and these names."""
+        library = require("tokenizers", "encoding a chat")
+        secret = secrets.token_hex(8)
+        names = {name: f"{secret}{n:08x}z" for name, n in self.special_tokens.items()}
+        content = rename_tokens(json.loads(self._inner.to_str()), names)
+        copy = library.Tokenizer.from_str(json.dumps(content))
+        copy.encode_special_tokens = False
+        assert all(copy.token_to_id(names[k]) == n for k, n in self.special_tokens.items())  # noqa: S101
+        return copy, names
 
     @cached_property
     def _for_prompts(self) -> Any:
@@ -119,15 +154,21 @@ class ModelEngine:
         with _reported("the tokenizer cannot encode this text"):
             return self._inner.encode(list(texts), out_type=int)
 
-    def encode_prompt(self, text: str, *, add: bool = True) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """Return the ids of a text with special tokens; sentencepiece adds none."""
-        names = sorted(self.special_tokens, key=len, reverse=True)
-        parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-        ids: list[int] = []
-        for part in parts:
-            special = self.special_tokens.get(part)
-            ids += self.encode_batch([part])[0] if special is None else [special]
-        return ids
+        return self.encode_chat(ChatText(text=text)).ids
+
+    def encode_chat(self, chat: ChatText) -> Encoded:
+        """Return the ids of what a chat template wrote, in which only its names are tokens."""
+        names = pattern_of(self.special_tokens)
+        return by_parts(chat, names, self.special_tokens, self._with_places)
+
+    def _with_places(self, text: str) -> tuple[list[int], list[int], list[int]]:
+        if not text:
+            return [], [], []
+        with _reported("the tokenizer cannot encode this text"):
+            content = self._inner.encode(text, out_type="serialized_proto")
+        return piece_places(content, text)
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
         """Return the text of ids; the library itself omits special tokens."""

@@ -1,7 +1,8 @@
 """A program that renders a chat template: a model's folder brings it, so it is untrusted code.
 
 `ChatTemplate` runs this module in a process of its own. A message is its length (8 bytes) and JSON:
-first the template with its limits, then the variables of each text; each is answered.
+first the template with its limits, then conversations; each is answered. For a conversation
+several texts may be asked for: of its first messages, with or without the prompt for an answer.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import json
 import resource
 import struct
 import sys
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, BinaryIO
 
 _HEAD = struct.Struct("<Q")
 _LONGEST_REASON = 500
+_NONE = "None"
 
 
 def send(file: BinaryIO, message: Any) -> None:
@@ -41,7 +44,8 @@ def main() -> None:
     """Render texts for standard input until it ends."""
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     given = receive(source)
-    environment = _environment()
+    span = ["", ""]
+    environment = _environment(span)
     _limit(resource.RLIMIT_AS, given["memory_bytes"])
     _limit(resource.RLIMIT_FSIZE, 0)
     template = problem = None
@@ -52,21 +56,61 @@ def main() -> None:
     send(sink, {"error": problem} if problem else {})
     while template is not None:
         try:
-            variables = receive(source)
+            asked = receive(source)
         except EOFError:
             return
+        span[:] = asked["span"]
         used = resource.getrusage(resource.RUSAGE_SELF)
         spent = int(used.ru_utime + used.ru_stime) + 1
         _limit(resource.RLIMIT_CPU, spent + given["cpu_seconds"])  # ends this process
+        send(sink, _answer(template, asked, given["characters"]))
+
+
+def _answer(template: Any, asked: dict[str, Any], most: int) -> dict[str, Any]:
+    """Return the texts of a conversation, or why there is none and the number of that text."""
+    made: dict[tuple[int, bool], str] = {}
+    for number, (count, has_prompt) in enumerate(asked["texts"]):
+        if (count, has_prompt) in made:
+            continue
+        variables = {**asked["variables"], "add_generation_prompt": has_prompt}
         try:
-            answer = {"text": _text(template.generate(variables), given["characters"])}
+            text = _rendered(template, asked["messages"][:count], variables, most)
         except Exception as error:  # noqa: BLE001 - a template may raise anything
-            answer = {"error": _reason(error)}
-        send(sink, answer)
+            return {"error": _reason(error), "number": number}
+        made[count, has_prompt] = text
+    return {"texts": [made[count, has_prompt] for count, has_prompt in asked["texts"]]}
 
 
-def _environment() -> Any:
-    """Return the sandbox, with what templates of Hugging Face expect of it."""
+def _rendered(template: Any, messages: list[Any], variables: dict[str, Any], most: int) -> str:
+    """Return a text; where a message has no content, "None" is not written for it.
+
+    Some templates ask whether the content is none, others fail at it or write "None". So the text
+    with an empty content is taken if the other one is the same but for that word.
+    """
+    without = [n for n, each in enumerate(messages) if each.get("content") is None]
+    if not without:
+        return _text(template.generate(variables | {"messages": messages}), most)
+    filled = [{**each, "content": ""} if n in without else each for n, each in enumerate(messages)]
+    found: list[str] = []
+    reasons: list[Exception] = []
+    for each in (messages, filled):
+        try:
+            found.append(_text(template.generate(variables | {"messages": each}), most))
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            reasons.append(error)
+    if not found:
+        raise reasons[0]
+    as_none, as_empty = found[0], found[-1]
+    words = as_none.count(_NONE) - as_empty.count(_NONE)
+    return as_empty if len(as_none) == len(as_empty) + words * len(_NONE) else as_none
+
+
+def _environment(span: list[str]) -> Any:
+    """Return the sandbox, with what templates of Hugging Face expect of it.
+
+    Args:
+        span: Characters to write before and behind what the assistant says.
+    """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
@@ -77,9 +121,13 @@ def _environment() -> Any:
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+        def _said(self, caller: Callable[[], str]) -> str:
+            return span[0] + caller() + span[1]
 
     def refuse(message: object) -> None:
         raise TemplateError(str(message))

@@ -15,6 +15,7 @@ import numpy as np
 from mt_files import listed, require, shorten
 from numpy.typing import ArrayLike, NDArray
 
+from mt_tokenizer.chat_text import ChatText, Encoded
 from mt_tokenizer.cut import PART, cut
 from mt_tokenizer.engine import Engine, JsonEngine, ModelEngine
 from mt_tokenizer.error import TokenizerError, TokenizerFileError
@@ -119,13 +120,18 @@ class Tokenizer:
         check_text(text, 0)
         return self._engine.encode_prompt(text)
 
-    def encode_chat(self, text: str) -> list[int]:
-        """Return the ids of what `ChatTemplate.render` wrote.
+    def encode_chat(self, chat: ChatText | str) -> list[int]:
+        """Return the ids of what `ChatTemplate.write` wrote.
 
-        Like `encode_prompt`, but the template has written all special tokens, so none is added.
+        Special tokens are those that the template wrote; none is added, and none comes of a name
+        that stands in the messages. In a `str` every name of a special token stands for the token.
         """
-        check_text(text, 0)
-        return self._engine.encode_prompt(text, add=False)
+        return self.encode_chat_places(ChatText(text=chat) if isinstance(chat, str) else chat).ids
+
+    def encode_chat_places(self, chat: ChatText) -> Encoded:
+        """Return the ids of what a chat template wrote, with their places in its text."""
+        check_text(chat.text, 0)
+        return self._engine.encode_chat(chat)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of several texts, encoded on all cores.

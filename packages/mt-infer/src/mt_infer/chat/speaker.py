@@ -84,8 +84,8 @@ class LocalSpeaker:
             prompt, sampling = plain_prompt(messages), chosen.sampling("\nUser:")
             tokens = self._tokenizer.encode_prompt(prompt)
         else:
-            prompt, sampling = self._template.render(messages), chosen.sampling()
-            tokens = self._tokenizer.encode_chat(prompt)
+            written, sampling = self._template.write(messages), chosen.sampling()
+            prompt, tokens = written.text, self._tokenizer.encode_chat(written)
         parser, end = AnswerParser(self._form, prompt=prompt), None
         room = self._room - len(tokens)
         if room < 1:

@@ -279,8 +279,8 @@ def _prompt(command: Generate, run: Run) -> str | list[int]:
     messages = [{"role": "user", "content": command.prompt}]
     if command.system is not None:
         messages.insert(0, {"role": "system", "content": command.system})
-    with ChatTemplate.from_folder(run.hugging_face) as template:
-        return run.tokenizer.encode_chat(template.render(messages))
+    with ChatTemplate.from_folder(run.hugging_face, run.tokenizer) as template:
+        return run.tokenizer.encode_chat(template.write(messages))
 
 
 def _as_arguments(command: Generate, step: int | None) -> list[str]:

@@ -117,7 +117,7 @@ class EngineLM(TemplateLM):
     ) -> str:
         """Return a conversation as text; without a prompt its last message may be continued."""
         template = self._own_template()
-        text = template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        text = template.write(chat_history, add_generation_prompt=add_generation_prompt).text
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()

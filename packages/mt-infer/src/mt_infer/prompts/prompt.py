@@ -12,6 +12,7 @@ from mt_tokenizer import (
     AnswerForm,
     ChatError,
     ChatTemplate,
+    ChatText,
     Tokenizer,
     TokenizerError,
     with_parsed_arguments,
@@ -93,10 +94,10 @@ class Prompts:
         """
         images = await self._pictures(form.messages)
         async with self._renders:
-            text = await asyncio.to_thread(self._rendered, form)
-        self._check_size([text], "messages")
-        tokens = await asyncio.to_thread(self.tokenizer.encode_chat, text)
-        return Prompt(tokens=self._checked(tokens, "messages"), text=text, images=images)
+            written = await asyncio.to_thread(self._written, form)
+        self._check_size([written.text], "messages")
+        tokens = await asyncio.to_thread(self.tokenizer.encode_chat, written)
+        return Prompt(tokens=self._checked(tokens, "messages"), text=written.text, images=images)
 
     @cached_property
     def form(self) -> AnswerForm:
@@ -158,7 +159,7 @@ class Prompts:
             raise FormError("messages", f"has {len(urls)} images; use at most {_MOST_IMAGES}")
         return [await picture_of(*each) for each in urls]  # one process at a time
 
-    def _rendered(self, form: ChatForm) -> str:
+    def _written(self, form: ChatForm) -> ChatText:
         tools = None
         if form.tools and form.tool_choice != "none":
             tools = [_without_none(to_plain(each)) for each in form.tools]
@@ -166,7 +167,7 @@ class Prompts:
             if self._template is None:
                 self._template = self._opened()
             messages = with_parsed_arguments([each.plain for each in form.messages])
-            return self._template.render(messages, tools=tools, **form.variables)
+            return self._template.write(messages, tools=tools, **form.variables)
         except (ChatError, MissingExtraError) as error:
             raise FormError("messages", str(error)) from None
 
@@ -175,7 +176,7 @@ class Prompts:
         if folder is None:
             raise ChatError("the model has no folder with a chat template; use /v1/completions")
         try:
-            return ChatTemplate.from_folder(folder)
+            return ChatTemplate.from_folder(folder, self.tokenizer)
         except ChatError:
             raise ChatError(
                 "the model has no chat template, neither as chat_template.jinja nor in "
