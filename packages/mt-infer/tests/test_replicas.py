@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from mt_infer import Completion, Engine, EngineOptions, Sampling
-from mt_infer.backends.backend import Backend, EngineDownError, Job
+from mt_infer.backends.backend import Backend, EngineDownError, Job, Setup
 from mt_infer.backends.local import LocalEngine
-from mt_infer.backends.process import EngineProcess, Setup
+from mt_infer.backends.process import EngineProcess
 from mt_infer.backends.replicas import Replicas
 from mt_model import gpt
 from test_engine import model_of

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from mt_infer import Sampling
-from mt_infer.backends.backend import EngineDownError, EngineFailedError, Job
-from mt_infer.backends.process import EngineProcess, EngineStartError, Setup
+from mt_infer.backends.backend import EngineDownError, EngineFailedError, Job, Setup
+from mt_infer.backends.process import EngineProcess, EngineStartError
 from mt_infer.cli import main
 from mt_infer.logs import JsonFormatter
 from mt_infer.server import Key, Keys, Limits, create_app

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from mt_tokenizer import Tokenizer
 
@@ -91,6 +91,31 @@ class Facts:
         """Return the `system_fingerprint` of an answer of a step's weights."""
         number = "" if step is None else f"step{step}-"
         return f"mt-{self.digests[step][:16]}-{number}{self.dtype}-{self.layout}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What an engine's process loads.
+
+    Attributes:
+        folder: The run, or the folder of Hugging Face.
+        name: Name of the model.
+        step: Step of a run's checkpoint; None for the latest.
+        dtype: See `Engine.from_folder`.
+        follow: Whether newer steps are loaded as they are committed.
+        device: Number of the GPU, counted on from 0 again behind the last one.
+        adapters: Folders of adapters by name.
+        options: Fields of `EngineOptions`.
+    """
+
+    folder: str
+    name: str
+    step: int | None = None
+    dtype: str | None = None
+    follow: bool = False
+    device: int = 0
+    adapters: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class EngineDownError(RuntimeError):

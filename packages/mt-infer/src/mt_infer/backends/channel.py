@@ -11,8 +11,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from mt_infer.backends.backend import EngineDownError
-from mt_infer.backends.wire import error_of, next_message, packed
+from mt_infer.backends.backend import EngineDownError, Facts
+from mt_infer.backends.wire import error_of, next_message
+from mt_infer.completion import Delta
+from mt_infer.message import pack
 
 _PING_S = 5.0
 _DELTA_BYTES = 64  # of a delta without tokens and text
@@ -63,7 +65,7 @@ class Channel:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        on_facts: Callable[[dict[str, Any]], None],
+        on_facts: Callable[[Facts], None],
         max_stream_bytes: int,
     ) -> None:
         self._reader, self._writer, self._on_facts = reader, writer, on_facts
@@ -88,21 +90,18 @@ class Channel:
             for pending in self._pending.values():
                 pending.put({"error": gone})
 
-    async def stream(
-        self, name: str, arguments: dict[str, Any], raw: bytes = b""
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    async def stream(self, name: str, /, **arguments: Any) -> AsyncGenerator[dict[str, Any], None]:
         """Send a request, and yield its messages to the last one; closing it cancels the request.
 
         Args:
             name: Name of the call.
             arguments: Its arguments.
-            raw: Bytes that go with them.
         """
         if not self.is_open:
             raise EngineDownError("the engine is not running; try again soon")
         number, pending, has_ended = next(self._numbers), _Pending(), False
         self._pending[number] = pending
-        self._send({"id": number, "do": name, **arguments}, raw)
+        self._send(id=number, do=name, arguments=arguments)
         try:
             while not has_ended:
                 found = await pending.take()
@@ -113,27 +112,27 @@ class Channel:
         finally:
             del self._pending[number]
             if not has_ended:
-                self._send({"id": number, "do": "cancel"})
+                self._send(id=number, do="cancel", arguments={})
 
     async def call(self, name: str, /, **arguments: Any) -> Any:
         """Send a request, and return its result."""
-        async with aclosing(self.stream(name, arguments)) as messages:
+        async with aclosing(self.stream(name, **arguments)) as messages:
             return (await anext(messages))["done"]
 
     async def _receive(self) -> None:
         try:
             while (found := await next_message(self._reader)) is not None:
-                self._hand_out(*found)
+                self._hand_out(found)
         except (EngineDownError, ValueError) as error:
             _log.error("the engine's messages can't be read", extra={"error": str(error)})
 
     async def _ping(self, silent_s: float) -> None:
         while time.monotonic() - self._heard < silent_s:
-            self._send({"id": -1, "do": "stats"})
+            self._send(id=-1, do="stats", arguments={})
             await asyncio.sleep(min(_PING_S, silent_s / 2))
         _log.error("the engine says nothing", extra={"seconds": silent_s})
 
-    def _hand_out(self, message: dict[str, Any], raw: bytes) -> None:
+    def _hand_out(self, message: dict[str, Any]) -> None:
         self._heard = time.monotonic()
         if "facts" in message:
             self._on_facts(message["facts"])
@@ -141,13 +140,13 @@ class Channel:
         pending = self._pending.get(message.pop("id"))
         if pending is None:  # its reader has left
             return
-        delta = message.get("delta")
-        size = 0 if delta is None else _DELTA_BYTES + len(delta["text"]) + 8 * len(delta["tokens"])
+        delta: Delta | None = message.get("delta")
+        size = 0 if delta is None else _DELTA_BYTES + len(delta.text) + 8 * len(delta.tokens)
         if pending.size + size > self._max_stream_bytes:
             pending.clear()
             message = {"error": {"kind": "failed", "text": "the stream is read too slowly"}}
-        pending.put(message | {"raw": raw} if raw else message, size)
+        pending.put(message, size)
 
-    def _send(self, message: dict[str, Any], raw: bytes = b"") -> None:
+    def _send(self, **message: Any) -> None:
         if self.is_open:
-            self._writer.write(packed(message, raw))
+            self._writer.write(pack(message))

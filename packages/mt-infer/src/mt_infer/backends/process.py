@@ -10,18 +10,19 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mt_files import UserError
 from mt_tokenizer import Tokenizer, load_tokenizer
 
-from mt_infer.backends.backend import EngineDownError, Facts, Job, Pooling
+from mt_infer.backends.backend import EngineDownError, Facts, Job, Pooling, Setup
 from mt_infer.backends.channel import Channel
-from mt_infer.backends.wire import asked, delta_of, facts_of, next_message, packed
+from mt_infer.backends.wire import next_message
 from mt_infer.client import KEY_VARIABLE
 from mt_infer.completion import Delta
+from mt_infer.message import pack
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 30.0
 _SILENT_S = 60.0
@@ -31,31 +32,6 @@ _log = logging.getLogger("mt_infer.server")
 
 class EngineStartError(UserError):
     """The engine's process could not load the model."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What an engine's process loads.
-
-    Attributes:
-        folder: The run, or the folder of Hugging Face.
-        name: Name of the model.
-        step: Step of a run's checkpoint; None for the latest.
-        dtype: See `Engine.from_folder`.
-        follow: Whether newer steps are loaded as they are committed.
-        device: Number of the GPU, counted on from 0 again behind the last one.
-        adapters: Folders of adapters by name.
-        options: Fields of `EngineOptions`.
-    """
-
-    folder: str
-    name: str
-    step: int | None = None
-    dtype: str | None = None
-    follow: bool = False
-    device: int = 0
-    adapters: dict[str, str] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 class EngineProcess:
@@ -119,11 +95,10 @@ class EngineProcess:
         """Continue prompts; see `Backend.stream`."""
         if self._is_asleep:
             raise EngineDownError("the model sleeps; try again when it is awake")
-        message, raw = asked(job)
-        async with aclosing(self._running.stream("stream", message, raw)) as messages:
+        async with aclosing(self._running.stream("stream", job=job)) as messages:
             async for each in messages:
                 if "delta" in each:
-                    yield delta_of(each["delta"])
+                    yield each["delta"]
 
     async def embed(
         self, prompts: Sequence[Sequence[int]], pooling: Pooling = "last"
@@ -134,14 +109,11 @@ class EngineProcess:
 
     async def hand_over(self, job: Job) -> bytes:
         """Return the keys and values of the only prompt's full blocks."""
-        message, _ = asked(job)
-        async with aclosing(self._running.stream("hand_over", message)) as messages:
-            return (await anext(messages))["raw"]
+        return await self._running.call("hand_over", job=job)
 
     async def take_over(self, content: bytes) -> int:
         """Keep blocks of another engine."""
-        async with aclosing(self._running.stream("take_over", {}, content)) as messages:
-            return (await anext(messages))["done"]
+        return await self._running.call("take_over", content=content)
 
     async def stats(self) -> dict[str, int]:
         """Return the counts of `Engine.stats`."""
@@ -199,19 +171,17 @@ class EngineProcess:
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            writer.write(packed(vars(self._setup)))
+            writer.write(pack({"setup": self._setup}))
             found = await next_message(reader)
         except BaseException:
             writer.close()
             raise
-        if found is None or "failed" in found[0]:
+        if found is None or "failed" in found:
             writer.close()
             await self._end()
-            raise EngineStartError(
-                found[0]["failed"] if found else "the engine's process has ended"
-            )
-        self._take_facts(found[0]["facts"])
-        self._take_texts(found[0])
+            raise EngineStartError(found["failed"] if found else "the engine's process has ended")
+        self._take_facts(found["facts"])
+        self._take_texts(found)
         self._is_asleep = False
         self._channel = Channel(reader, writer, self._take_facts, self._max_stream_bytes)
         return self._channel
@@ -246,8 +216,8 @@ class EngineProcess:
             await self._process.wait()
         self._process = None
 
-    def _take_facts(self, given: dict[str, Any]) -> None:
-        self._facts = facts_of(given)
+    def _take_facts(self, facts: Facts) -> None:
+        self._facts = facts
 
     def _take_texts(self, message: dict[str, Any]) -> None:
         self._folder = Path(message["folder"])

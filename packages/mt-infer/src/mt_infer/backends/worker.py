@@ -16,23 +16,30 @@ import torch
 from mt_ckpt import RunFolder, latest_checkpoint
 from mt_files import UserError
 
+from mt_infer.backends.backend import Job, Setup
 from mt_infer.backends.local import LocalEngine
-from mt_infer.backends.wire import (
-    asked_of,
-    delta_message,
-    error_message,
-    facts_message,
-    next_message,
-    packed,
-)
+from mt_infer.backends.wire import error_message, next_message
 from mt_infer.engine.engine import Engine
 from mt_infer.errors import explain
 from mt_infer.loading import Run
 from mt_infer.logs import log_to
+from mt_infer.message import pack
 from mt_infer.threads import use_threads
 
 _POLL_S = 1.0
-_CALLS = ("embed", "stats", "load_step", "sleep", "wake", "load_adapter", "remove_adapter")
+_CALLS = frozenset(
+    {
+        "embed",
+        "hand_over",
+        "take_over",
+        "stats",
+        "load_step",
+        "sleep",
+        "wake",
+        "load_adapter",
+        "remove_adapter",
+    }
+)
 _log = logging.getLogger("mt_infer.server")
 
 
@@ -55,13 +62,13 @@ class Worker:
     async def serve(self) -> None:
         """Serve messages until the server closes the socket."""
         while (found := await next_message(self._reader)) is not None:
-            message, raw = found
-            number, name = message.pop("id"), message.pop("do")
+            number, name, arguments = found["id"], found["do"], found["arguments"]
             if name == "cancel":
                 if number in self._tasks:
                     self._tasks[number].cancel()
                 continue
-            work = self._work(number, name, message, raw)
+            is_stream = name == "stream"
+            work = self._stream(number, **arguments) if is_stream else self._call(name, arguments)
             self._tasks[number] = asyncio.create_task(self._done(number, work))
 
     async def follow(self, run: Run) -> None:
@@ -81,44 +88,30 @@ class Worker:
                 _log.warning("a step was not loaded", extra={"error": str(error)})
                 self._end_if_asleep()
 
-    def _work(
-        self, number: int, name: str, message: dict[str, Any], raw: bytes
-    ) -> Coroutine[Any, Any, Any]:
-        """Return the work of a request."""
-        if name == "stream":
-            return self._stream(number, message, raw)
-        if name == "hand_over":
-            return self._engine.hand_over(asked_of(message, raw))
-        if name == "take_over":
-            return self._engine.take_over(raw)
-        return self._call(number, name, message)
-
     async def _done(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
         """Send what a request's work returns or raises."""
         try:
-            found = await work
-            raw = found if isinstance(found, bytes) else b""
-            self._send(number, raw, done=None if raw else found)
+            self._send(id=number, done=await work)
         except Exception as error:  # noqa: BLE001 - the server raises it
-            self._send(number, error=error_message(error))
+            self._send(id=number, error=error_message(error))
             if not self._engine.is_alive:
                 _log.critical("the engine failed", exc_info=error)
                 os._exit(1)
         finally:
             del self._tasks[number]
 
-    async def _stream(self, number: int, message: dict[str, Any], raw: bytes) -> None:
-        async with aclosing(self._engine.stream(asked_of(message, raw))) as deltas:
+    async def _stream(self, number: int, job: Job) -> None:
+        async with aclosing(self._engine.stream(job)) as deltas:
             async for delta in deltas:
                 self._say_facts()
-                self._send(number, delta=delta_message(delta))
+                self._send(id=number, delta=delta)
                 await self._writer.drain()
 
-    async def _call(self, number: int, name: str, message: dict[str, Any]) -> Any:
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
         if name not in _CALLS:
             raise ValueError(f"the engine has no call {name!r}")
         try:
-            return await getattr(self._engine, name)(**message)
+            return await getattr(self._engine, name)(**arguments)
         finally:
             if name == "load_step":
                 self._end_if_asleep()
@@ -135,24 +128,20 @@ class Worker:
         changing = self._engine.engine.identity, self._engine.engine.adapters
         if changing != self._said:
             self._said = changing
-            self._writer.write(packed({"facts": facts_message(self._engine.facts)}))
+            self._send(facts=self._engine.facts)
 
-    def _send(self, number: int, raw: bytes = b"", **message: Any) -> None:
-        self._writer.write(packed({"id": number, **message}, raw))
+    def _send(self, **message: Any) -> None:
+        self._writer.write(pack(message))
 
 
-def loaded(setup: dict[str, Any]) -> LocalEngine:
-    """Load the engine of a setup.
-
-    Args:
-        setup: The fields of `Setup`.
-    """
+def loaded(setup: Setup) -> LocalEngine:
+    """Load the engine of a setup."""
     if torch.cuda.is_available():
-        torch.cuda.set_device(setup["device"] % torch.cuda.device_count())
-    how = {name: setup[name] for name in ("step", "dtype", "adapters")}
-    engine = Engine.from_folder(setup["folder"], **how, **setup["options"])
+        torch.cuda.set_device(setup.device % torch.cuda.device_count())
+    how = {"step": setup.step, "dtype": setup.dtype, "adapters": setup.adapters}
+    engine = Engine.from_folder(setup.folder, **how, **setup.options)
     use_threads(engine.model)
-    return LocalEngine(engine, name=setup["name"])
+    return LocalEngine(engine, name=setup.name)
 
 
 def _ready(engine: LocalEngine) -> dict[str, Any]:
@@ -162,7 +151,7 @@ def _ready(engine: LocalEngine) -> dict[str, Any]:
     source = run.source
     path = RunFolder(run.folder).tokenizer if isinstance(source, Path) else source.tokenizer
     named = None if tokenizer is None else [str(path), tokenizer.eod_token]
-    return {"facts": facts_message(engine.facts), "tokenizer": named, "folder": str(engine.folder)}
+    return {"facts": engine.facts, "tokenizer": named, "folder": str(engine.folder)}
 
 
 async def _main(descriptor: int) -> int:
@@ -170,20 +159,20 @@ async def _main(descriptor: int) -> int:
     found = await next_message(reader)
     if found is None:
         return 0
-    setup, _ = found
+    setup: Setup = found["setup"]
     loading = asyncio.create_task(asyncio.to_thread(loaded, setup))
     try:
         engine = await loading
     except Exception as error:
         explained = explain(error)
-        writer.write(packed({"failed": str(error) if explained is None else explained[1]}))
+        writer.write(pack({"failed": str(error) if explained is None else explained[1]}))
         await writer.drain()
         if explained is None:
             raise
         return explained[0]
-    writer.write(packed(_ready(engine)))
+    writer.write(pack(_ready(engine)))
     worker = Worker(engine, reader, writer)
-    if setup["follow"] and engine.engine.run is not None:
+    if setup.follow and engine.engine.run is not None:
         following = asyncio.create_task(worker.follow(engine.engine.run))
         following.add_done_callback(lambda _: os._exit(1))
     await worker.serve()

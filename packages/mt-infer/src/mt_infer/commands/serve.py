@@ -15,7 +15,7 @@ from mt_files import MissingExtraError, require
 from mt_infer.console import print_text
 
 if TYPE_CHECKING:
-    from mt_infer.backends.process import Setup
+    from mt_infer.backends.backend import Setup
     from mt_infer.server.keys import Keys
     from mt_infer.server.limits import Limits
 
@@ -96,7 +96,7 @@ class Serve:
         return asyncio.run(self._serve(keys, limits, self._setup()))
 
     def _setup(self) -> Setup:
-        from mt_infer.backends.process import Setup
+        from mt_infer.backends.backend import Setup
 
         if self.replicas < 1:
             raise ValueError(f"--replicas {self.replicas}: use 1 or more")

@@ -1,0 +1,81 @@
+"""Values as bytes: JSON, then the bytes among them as they are, without pickle."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+_TAG = 16  # letters of the key that marks what is no JSON; drawn, as values have other keys
+_SIZE = 8  # bytes of a length
+HEAD = _TAG + 2 * _SIZE
+"""Number of bytes of the head of a message, from which `size_behind` knows the rest."""
+
+
+def pack(value: Any, adapted: Callable[[Any], Any] | None = None) -> bytes:
+    """Return a value of JSON as bytes; it may hold bytes, and dataclasses of `unpack`.
+
+    Args:
+        value: The value. Keys of mappings become texts.
+        adapted: Function that makes a dataclass of anything else.
+
+    Raises:
+        TypeError: It holds something else.
+    """
+    raw, tag = list[bytes](), secrets.token_hex(_TAG // 2)
+
+    def tagged(x: Any) -> Any:
+        if isinstance(x, bytes):
+            raw.append(x)
+            return {tag: "bytes", "size": len(x)}
+        if is_dataclass(x):
+            named = ((field, getattr(x, field.name)) for field in fields(x))
+            held = {field.name: value for field, value in named if value is not field.default}
+            return {tag: type(x).__name__, **held}
+        if adapted is None:
+            raise TypeError(f"{type(x).__name__} can't be sent; give numbers and texts")
+        return adapted(x)
+
+    text = json.dumps(value, default=tagged, separators=(",", ":")).encode()
+    sizes = len(text).to_bytes(_SIZE), sum(map(len, raw)).to_bytes(_SIZE)
+    return b"".join([tag.encode(), *sizes, text, *raw])
+
+
+def size_behind(head: bytes) -> int:
+    """Return the number of bytes behind the head of a message."""
+    return sum(int.from_bytes(head[start : start + _SIZE]) for start in (_TAG, _TAG + _SIZE))
+
+
+def unpack(message: bytes, *kinds: type[Any], **makers: Callable[..., Any]) -> Any:
+    """Return the value of `pack`.
+
+    Args:
+        message: The bytes.
+        kinds: Dataclasses that it may hold; their sequences are tuples then.
+        makers: Functions of the fields of further dataclasses, by their names.
+
+    Raises:
+        ValueError: The bytes are none of `pack`, or hold another dataclass.
+    """
+    known = {kind.__name__: kind for kind in kinds}
+    tag = message[:_TAG].decode()
+    place = HEAD + int.from_bytes(message[_TAG : _TAG + _SIZE])
+    text = message[HEAD:place]
+
+    def made(found: dict[str, Any]) -> Any:
+        nonlocal place
+        name = found.pop(tag, None)
+        if name is None:
+            return found
+        if name == "bytes":
+            place += found["size"]
+            return message[place - found["size"] : place]
+        if name in makers:
+            return makers[name](**found)
+        if name not in known:
+            raise ValueError(f"{name} is not expected here")
+        return known[name](**{k: tuple(x) if isinstance(x, list) else x for k, x in found.items()})
+
+    return json.loads(text, object_hook=made)
