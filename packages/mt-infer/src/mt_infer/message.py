@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 _TAG = 16  # letters of the key that marks what is no JSON; drawn, as values have other keys
@@ -31,8 +32,8 @@ def pack(value: Any, adapted: Callable[[Any], Any] | None = None) -> bytes:
             raw.append(x)
             return {tag: "bytes", "size": len(x)}
         if is_dataclass(x):
-            named = ((field, getattr(x, field.name)) for field in fields(x))
-            held = {field.name: value for field, value in named if value is not field.default}
+            named = ((name, usual, getattr(x, name)) for name, usual in _defaults(type(x)))
+            held = {name: value for name, usual, value in named if value is not usual}
             return {tag: type(x).__name__, **held}
         if adapted is None:
             raise TypeError(f"{type(x).__name__} can't be sent; give numbers and texts")
@@ -41,6 +42,12 @@ def pack(value: Any, adapted: Callable[[Any], Any] | None = None) -> bytes:
     text = json.dumps(value, default=tagged, separators=(",", ":")).encode()
     sizes = len(text).to_bytes(_SIZE), sum(map(len, raw)).to_bytes(_SIZE)
     return b"".join([tag.encode(), *sizes, text, *raw])
+
+
+@cache
+def _defaults(kind: type[Any]) -> list[tuple[str, Any]]:
+    """Return the names of a dataclass's fields with their defaults."""
+    return [(each.name, each.default) for each in fields(kind)]
 
 
 def size_behind(head: bytes) -> int:
