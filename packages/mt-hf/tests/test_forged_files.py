@@ -10,7 +10,6 @@ from family_row import ROWS
 from mt_files import FileError
 from mt_hf import ExchangeError, describe, from_pretrained, open_pretrained, save_pretrained
 from mt_hf.commands.cli import main
-from mt_hf.reading import tensors as tensors_module
 from safetensors.torch import load_file, save_file
 
 LLAMA = next(row for row in ROWS if row.name == "llama")
@@ -101,7 +100,7 @@ def test_an_endless_header_is_refused_before_it_is_parsed(folder, monkeypatch, m
     def parsed(content, *, name, constant=None):
         raise AssertionError(f"{name} was parsed")
 
-    monkeypatch.setattr(tensors_module, "parse_json", parsed)
+    monkeypatch.setattr("mt_files.safetensors.parse_json", parsed)
     start = time.process_time()
     with pytest.raises(ExchangeError, match=f"{ONE}: describes far more tensors"):
         open_pretrained(folder)
@@ -112,6 +111,6 @@ def test_an_endless_index_is_refused_before_it_is_parsed(folder, monkeypatch):
     (folder / ONE).unlink()
     names = ",".join(f'"tensor.{index}": "a.safetensors"' for index in range(300_000))
     (folder / INDEX).write_text(f'{{"weight_map": {{{names}}}}}')
-    monkeypatch.setattr(tensors_module, "parse_json", None)
+    monkeypatch.setattr("mt_files.safetensors.parse_json", None)
     with pytest.raises(ExchangeError, match=f"{INDEX}: describes far more tensors"):
         open_pretrained(folder)

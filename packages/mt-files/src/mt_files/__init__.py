@@ -22,6 +22,9 @@ from mt_files.field import divisors as divisors
 from mt_files.field import hints_of as hints_of
 from mt_files.field import listed as listed
 from mt_files.field import shorten as shorten
+from mt_files.folder import OccupiedError as OccupiedError
+from mt_files.folder import check_free as check_free
+from mt_files.folder import new_folder as new_folder
 from mt_files.later import MissingExtraError as MissingExtraError
 from mt_files.later import import_failure as import_failure
 from mt_files.later import quick_imports as quick_imports
@@ -34,6 +37,13 @@ from mt_files.reading import parse_json as parse_json
 from mt_files.reading import read_bytes as read_bytes
 from mt_files.reading import read_json as read_json
 from mt_files.reading import read_text as read_text
+from mt_files.safetensors import SafetensorsError as SafetensorsError
+from mt_files.safetensors import TensorEntry as TensorEntry
+from mt_files.safetensors import open_safetensors as open_safetensors
+from mt_files.safetensors import plan_safetensors as plan_safetensors
+from mt_files.safetensors import safetensors_header as safetensors_header
+from mt_files.safetensors import safetensors_in as safetensors_in
+from mt_files.safetensors import safetensors_index as safetensors_index
 from mt_files.schema import MAX_PROBLEMS as MAX_PROBLEMS
 from mt_files.schema import Bound as Bound
 from mt_files.schema import FieldProblem as FieldProblem

@@ -42,7 +42,7 @@ def run_command(
     Args:
         program: Name of the command and of its distribution.
         commands: The subcommands by name.
-        arguments: The words after the program's name; by default those of the process.
+        arguments: Words after the program's name; by default, the process's own.
         description: First paragraph of the help.
         errors: Further kinds of errors that the user can solve.
         needs: Modules of the workspace that an extra of the program brings.

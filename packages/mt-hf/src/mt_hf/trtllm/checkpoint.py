@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from mt_files import write_file
+from mt_files import safetensors_header, write_file
 
 from mt_hf.family.error import ExchangeError
 from mt_hf.family.windows import windows_of
 from mt_hf.reading.files import CONFIG
 from mt_hf.trtllm.description import ARCHITECTURES, DTYPES, TRTLLMType, check_model, config_of
 from mt_hf.trtllm.rank_tensors import RankTensor, stage_tensors
-from mt_hf.writing.files import Planned, check_free, header_of, new_folder, write_tensor
+from mt_hf.writing.files import Planned, check_free, new_folder, write_tensor
 from mt_hf.writing.source import NamedTensors, Source, open_source
 
 
@@ -103,7 +103,7 @@ def _write_stage(
     with ExitStack() as stack:
         opened = [stack.enter_context(open(path, "xb")) for path in files]
         for file in opened:
-            file.write(header_of(planned))
+            file.write(safetensors_header(planned))
         for each, plan in zip(wanted, planned, strict=True):
             values = [tensors.read(name) for name in each.sources]
             for rank, file in enumerate(opened):

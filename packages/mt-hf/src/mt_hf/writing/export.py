@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mt_files import write_file
+from mt_files import plan_safetensors, safetensors_header, write_file
 from mt_model import Sizes, StackConfig, is_buffer
 from torch import Tensor
 
@@ -21,9 +21,7 @@ from mt_hf.reading.pretrained import by_source, linked, stored_dtype
 from mt_hf.reading.registry import family_of, find_family
 from mt_hf.writing.files import (
     Planned,
-    header_of,
     new_folder,
-    plan_files,
     write_index,
     write_tensor,
 )
@@ -70,7 +68,7 @@ class Export:
         with new_folder(folder) as temporary:
             for name, part in self.files.items():
                 with open(temporary / name, "xb") as file:
-                    file.write(header_of(part))
+                    file.write(safetensors_header(part))
                     for tensor in part:
                         values = torch.empty(tensor.shape, dtype=tensor.dtype)
                         fill(tensor.name, values)
@@ -130,7 +128,7 @@ def plan_export(
         content=_content(chosen, config, fields, given, like, planned, buffers),
         links=links,
         shapes=shapes,
-        files=plan_files(planned, file_size),
+        files=plan_safetensors(planned, file_size),
         carried=carried,
     )
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from mt_files import plan_safetensors
 from mt_model import GPT, Stack, saved_tensors
 from mt_quant import (
     InputFormat,
@@ -31,7 +32,7 @@ from mt_hf.reading.kv_scales import written_kv_schemes
 from mt_hf.reading.low_bit_layers import as_source
 from mt_hf.reading.own_experts import expert_layers, own_link, own_shapes
 from mt_hf.writing.export import Export
-from mt_hf.writing.files import Planned, plan_files
+from mt_hf.writing.files import Planned
 
 _WEIGHT = ".weight"
 Formats: TypeAlias = tuple[WeightFormat, InputFormat | None]
@@ -76,7 +77,7 @@ def write_low_bits(
             planned += writer.planned(tensor)
     planned += writer.scales()
     content, beside = writer.content()
-    files = plan_files(planned, file_size)
+    files = plan_safetensors(planned, file_size)
     made = replace(export, files=files, content=content, beside={**export.beside, **beside})
     made.write(folder, writer.fill)
 

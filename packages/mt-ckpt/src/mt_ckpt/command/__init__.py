@@ -1,0 +1,1 @@
+"""What `mt-ckpt` does: one module for each subject."""
