@@ -10,7 +10,7 @@ from mt_hf import export_lora
 from mt_infer import Engine, EngineOptions
 from mt_model import GPT, gpt
 from mt_parallel_state import ParallelLayout, ParallelState, initialize_
-from mt_tensor_parallel import LoraLinear, add_lora, save_lora
+from mt_tensor_parallel import adapters, add_lora, save_lora
 from torch import Tensor, nn
 
 CONFIG = gpt(
@@ -32,10 +32,9 @@ def save(folder: Path, tp: int, part: str) -> Tensor:
     with ParallelState(ParallelLayout(tp=tp)) as state:
         model = GPT(CONFIG, state, dtype=torch.float64)
         add_lora(model, 3, alpha=6, dropout=0.1, matches=lambda name: part in name)
-        for name, layer in model.named_modules():
-            if isinstance(layer, LoraLinear):  # B starts at zero
-                place = {"layout": state.layout, "rank": state.rank}
-                initialize_(layer.b, seed=1, name=name, std=0.2, **place)
+        for name, adapter in adapters(model):  # B starts at zero
+            place = {"layout": state.layout, "rank": state.rank}
+            initialize_(adapter.b, seed=1, name=name, std=0.2, **place)
         save_lora(model, folder, base_model="", export=export_lora, write=state.rank == 0)
         return model.eval().logits(TOKENS)
 

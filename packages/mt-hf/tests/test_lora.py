@@ -11,7 +11,7 @@ from family_row import ROWS
 from llava_row import ROW as LLAVA_ROW
 from mt_hf import ExchangeError, export_lora, from_pretrained, open_pretrained, read_lora
 from mt_model import GPT, gpt
-from mt_tensor_parallel import LoraLinear, add_lora, lora_state
+from mt_tensor_parallel import adapters, add_lora, lora_state
 from safetensors.torch import load_file, save_file
 
 SIZES = {"vocab_size": 32, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "ffn_size": 6}
@@ -20,9 +20,8 @@ SIZES = {"vocab_size": 32, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "f
 def adapted(**sizes) -> GPT:
     model = GPT(gpt(**SIZES, max_sequence_length=8, **sizes))
     add_lora(model, 2, alpha=6)
-    for layer in model.modules():
-        if isinstance(layer, LoraLinear):
-            torch.nn.init.normal_(layer.b)
+    for _, adapter in adapters(model):
+        torch.nn.init.normal_(adapter.b)
     return model
 
 
@@ -30,15 +29,15 @@ def test_the_parts_of_fused_layers_add_what_they_add_together() -> None:
     model = adapted(num_kv_heads=2)
     state = lora_state(model, export=export_lora)
     attention, mlp = model.layers["1"].mixer, model.layers["1"].feed_forward
-    qkv, up = attention.qkv.delta(), mlp.up.delta()  # [2, 4, 2, 8] and [2, 6, 8]
+    qkv, up = attention.qkv.lora.delta(), mlp.up.lora.delta()  # [2, 4, 2, 8] and [2, 6, 8]
     expected = {
         "self_attn.q_proj": qkv[:, :2],
         "self_attn.k_proj": qkv[:, 2],
         "self_attn.v_proj": qkv[:, 3],
-        "self_attn.o_proj": attention.out.delta(),
+        "self_attn.o_proj": attention.out.lora.delta(),
         "mlp.gate_proj": up[0],
         "mlp.up_proj": up[1],
-        "mlp.down_proj": mlp.down.delta(),
+        "mlp.down_proj": mlp.down.lora.delta(),
     }
     assert len(state) == 2 * 2 * len(expected)
     for name, delta in expected.items():
@@ -56,7 +55,7 @@ def test_what_llama_does_not_have_is_refused() -> None:
 
 def test_exported_adapters_are_read_again() -> None:
     model = adapted(num_kv_heads=2)
-    deltas = {n: m.delta() for n, m in model.named_modules() if isinstance(m, LoraLinear)}
+    deltas = {name: adapter.delta() for name, adapter in adapters(model)}
     plain = GPT(gpt(**SIZES, max_sequence_length=8, num_kv_heads=2))
     for export in (export_lora, None):
         found = read_lora(lora_state(model, export=export), plain, alpha=6)
@@ -123,7 +122,7 @@ def test_a_folder_says_the_scale_of_each_layer(tmp_path) -> None:
     peft(tmp_path, model, **scales)
     found = read_lora(tmp_path, GPT(model.config))
     for name, alpha in {"0.mixer.qkv": 6, "1.mixer.out": 4, "1.feed_forward.down": 5}.items():
-        layer = model.get_submodule(f"layers.{name}")
+        layer = model.get_submodule(f"layers.{name}.lora")
         a, b = found[f"layers.{name}"]
         delta = (layer.delta() / layer.scale).reshape(b.shape[0], a.shape[1])
         torch.testing.assert_close(b @ a, delta * alpha / 2**0.5)

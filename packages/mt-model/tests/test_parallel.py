@@ -25,7 +25,8 @@ from mt_parallel_state import (
     sharding_of,
     shardings,
 )
-from mt_tensor_parallel import LoraLinear, add_lora, set_lora_step
+from mt_tensor_parallel import adapters as adapters_of
+from mt_tensor_parallel import add_lora, set_lora_step
 from mt_testing import sample
 from routed import RoutedConfig
 
@@ -474,10 +475,9 @@ def test_adapters_go_on_a_model_with_more_ranks_than_key_value_heads(ranks):
         set_lora_step(model, 0)
         torch.manual_seed(100 * state.rank)  # masks do not ask for equal seeds
         with torch.no_grad():
-            for layer in model.modules():
-                if isinstance(layer, LoraLinear):
-                    layer.a.fill_(0.05)
-                    layer.b.fill_(0.05)
+            for _, adapter in adapters_of(model):
+                adapter.a.fill_(0.05)
+                adapter.b.fill_(0.05)
         return model(None, batch())["lm"].detach()
 
     expected = loss(1)
@@ -491,9 +491,8 @@ def adapters(variant, tp, sequence_parallel):
     model = build(config_of(variant), state, sequence_parallel=sequence_parallel)
     add_lora(model, rank=2)
     with torch.no_grad():
-        for layer in model.modules():
-            if isinstance(layer, LoraLinear):
-                layer.b.fill_(0.05)
+        for _, adapter in adapters_of(model):
+            adapter.b.fill_(0.05)
     model(None, batch())["lm"].backward()
     grads = {}
     for name, param in model.named_parameters():

@@ -9,7 +9,8 @@ import torch
 from mt_fusions import LossOptions, cross_entropy
 from mt_tensor_parallel import (
     ColumnParallelLinear,
-    LoraLinear,
+    LoraAdapter,
+    LoraOptions,
     Overlap,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -86,7 +87,7 @@ def test_sizes_that_no_machine_holds_are_refused_before_values_are_drawn() -> No
         lambda: ColumnParallelLinear(10**12, 10**12),
         lambda: RowParallelLinear(10**6, 10**7),
         lambda: VocabParallelEmbedding(10**12, 4),
-        lambda: LoraLinear(ColumnParallelLinear(4, 4), 10**12),
+        lambda: add_lora(ColumnParallelLinear(4, 4), 10**12),
     ):
         with pytest.raises(ValueError, match=r"elements, more than the 68,719,476,736 that are"):
             call()
@@ -103,10 +104,10 @@ def test_embeddings_and_adapters_and_the_rest_name_what_they_take() -> None:
         VocabParallelEmbedding(4, 4)(X)
     with pytest.raises(TypeError, match=r"module must be a Module, got None"):
         add_lora(None, 2)
-    with pytest.raises(TypeError, match="base must be a ColumnParallelLinear or a RowPar"):
-        LoraLinear(nn.Linear(2, 2), 2)
+    with pytest.raises(TypeError, match="layer must be a GemmLayer"):
+        LoraAdapter(nn.Linear(2, 2), LoraOptions(rank=2))
     with pytest.raises(ValueError, match="alpha=nan must be finite"):
-        LoraLinear(ColumnParallelLinear(4, 4), 2, alpha=math.nan)
+        add_lora(ColumnParallelLinear(4, 4), 2, alpha=math.nan)
     with pytest.raises(TypeError, match="chunks must be an int, got None"):
         Overlap(kind="chunked", chunks=None)
     with pytest.raises(TypeError, match="takes a function and tensors, got NoneType, Tensor"):

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mt_parallel_state import gather_from_group, sharding_of
+from mt_parallel_state import MatrixSpec, gather_from_group, mark_matrix, sharding_of
 from mt_tensor_parallel import (
     ColumnParallelLinear,
-    LoraLinear,
+    LoraAdapter,
+    LoraOptions,
     RowParallelLinear,
+    adapter_of,
     add_lora,
     lora_state,
     recompute,
@@ -46,7 +48,8 @@ def adapted(
     torch.manual_seed(0 if group is None else group.rank())  # adapters do not ask for equal seeds
     assert add_lora(net, 3, alpha=6.0, dropout=dropout) == ["up", "down"]
     ranks = 1 if group is None else group.size()
-    for layer, dim in ((net.up, 1), (net.down, None)):  # B starts at zero: give it values
+    pairs = ((net.up.lora, 1), (net.down.lora, None))
+    for layer, dim in pairs:  # B starts at zero: give it values
         generator = torch.Generator().manual_seed(7)
         shape = list(layer.b.shape)
         if dim is not None:
@@ -105,14 +108,14 @@ def test_a_merged_adapter_is_in_the_weight_and_comes_out_again(ranks) -> None:
     def body() -> None:
         net = adapted(dist.group.WORLD)
         x = torch.randn(2, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
-        before, weight = net(x), net.up.base.weight.clone()
+        before, weight = net(x), net.up.weight.clone()
         for layer in (net.up, net.down):
-            layer.merge()
-            layer.merge()
+            layer.lora.merge()
+            layer.lora.merge()
         torch.testing.assert_close(net(x), before, rtol=1e-10, atol=1e-12)
-        assert not torch.equal(net.up.base.weight, weight)
-        net.up.unmerge()
-        torch.testing.assert_close(net.up.base.weight, weight, rtol=1e-12, atol=1e-12)
+        assert not torch.equal(net.up.weight, weight)
+        net.up.lora.unmerge()
+        torch.testing.assert_close(net.up.weight, weight, rtol=1e-12, atol=1e-12)
 
     ranks(2, body)
 
@@ -120,18 +123,26 @@ def test_a_merged_adapter_is_in_the_weight_and_comes_out_again(ranks) -> None:
 def test_an_adapter_starts_as_its_base_and_draws_one_matrix_for_any_split(ranks) -> None:
     def body() -> Tensor:
         torch.manual_seed(dist.get_rank())
-        layer = LoraLinear(RowParallelLinear(8, 6, group=dist.group.WORLD), 2, seed=3, name="a")
+        net = nn.ModuleDict({"a": RowParallelLinear(8, 6, group=dist.group.WORLD)})
         x = torch.randn(1, 3, 4)
-        assert torch.equal(layer(x), layer.base(x))
-        return lora_state(nn.ModuleDict({"a": layer}))["base_model.model.a.lora_A.weight"]
+        before = net["a"](x)
+        add_lora(net, 2, seed=3)
+        assert torch.equal(net["a"](x), before)
+        return lora_state(net)["base_model.model.a.lora_A.weight"]
 
     first, second = ranks(2, body)
-    alone = LoraLinear(RowParallelLinear(8, 6), 2, seed=3, name="a").a
+
+    def drawn(**other) -> Tensor:
+        return LoraAdapter(
+            RowParallelLinear(8, 6), LoraOptions(rank=2, seed=other["seed"]), name=other["name"]
+        ).a
+
+    alone = drawn(seed=3, name="a")
     assert torch.equal(first, second)
     assert torch.equal(first, alone)
     assert 0.3 < alone.abs().max() <= 8**-0.5  # uniform up to 1 / sqrt(in)
     for other in ({"seed": 4, "name": "a"}, {"seed": 3, "name": "b"}):
-        assert not torch.equal(LoraLinear(RowParallelLinear(8, 6), 2, **other).a, alone)
+        assert not torch.equal(drawn(**other), alone)
 
 
 def test_dropout_is_that_of_its_step_also_when_recomputed() -> None:
@@ -145,7 +156,7 @@ def test_dropout_is_that_of_its_step_also_when_recomputed() -> None:
         set_lora_step(net, step)
         inputs = x.clone().requires_grad_()
         run(inputs).square().sum().backward()
-        return [inputs.grad, net.up.a.grad, net.down.a.grad]
+        return [inputs.grad, net.up.lora.a.grad, net.down.lora.a.grad]
 
     expected = gradients(net)
     for again in (
@@ -156,7 +167,7 @@ def test_dropout_is_that_of_its_step_also_when_recomputed() -> None:
         assert all(map(torch.equal, gradients(again), expected))
     assert not torch.equal(gradients(net, step=4)[0], expected[0])
     ones = torch.ones(40, 50, 6, dtype=F64)
-    dropped = net.up._drop(ones)
+    dropped = net.up.lora._drop(ones)
     assert set(dropped.unique().tolist()) == {0.0, 2.0}
     assert dropped.mean().item() == pytest.approx(1, abs=0.05)
     net.eval()
@@ -173,11 +184,11 @@ def test_two_layouts_drop_the_same_elements(ranks, sequence_parallel: bool) -> N
         for net in (dense, split):
             set_lora_step(net, 8)
         up, down = torch.ones(2, 4, 6, dtype=F64), torch.ones(2, 4, 8, dtype=F64)
-        mask = dense.up._drop(up)
+        mask = dense.up.lora._drop(up)
         expected = mask.chunk(2, 1)[rank] if sequence_parallel else mask
-        assert torch.equal(split.up._drop(torch.ones_like(expected)), expected)
-        mask = dense.down._drop(down).chunk(2, -1)[rank]
-        assert torch.equal(split.down._drop(torch.ones_like(mask)), mask)
+        assert torch.equal(split.up.lora._drop(torch.ones_like(expected)), expected)
+        mask = dense.down.lora._drop(down).chunk(2, -1)[rank]
+        assert torch.equal(split.down.lora._drop(torch.ones_like(mask)), mask)
 
     ranks(2, body)
 
@@ -186,9 +197,9 @@ def test_adapters_of_several_calls_live_side_by_side() -> None:
     net = MLP(None, sequence_parallel=False)
     assert add_lora(net, 8, matches=lambda name: name == "up") == ["up"]
     assert add_lora(net, 4) == ["down"]
-    assert [net.up.rank, net.down.rank] == [8, 4]
+    assert [net.up.lora.rank, net.down.lora.rank] == [8, 4]
     trained = {name for name, param in net.named_parameters() if param.requires_grad}
-    assert trained == {"up.a", "up.b", "down.a", "down.b"}
+    assert trained == {"up.lora.a", "up.lora.b", "down.lora.a", "down.lora.b"}
     with pytest.raises(ValueError, match="matches that has no adapter yet"):
         add_lora(net, 4)
 
@@ -199,7 +210,7 @@ def test_a_layer_of_two_names_gets_one_adapter_under_both() -> None:
     net["three"] = nn.Sequential(net["one"])
     assert add_lora(net, 2, matches=lambda name: name == "two") == ["one"]
     assert net["one"] is net["two"] is net["three"][0]
-    assert isinstance(net["one"], LoraLinear)
+    assert adapter_of(net["one"]) is not None
     assert list(lora_state(net)) == [
         "base_model.model.one.lora_A.weight",
         "base_model.model.one.lora_B.weight",
@@ -210,11 +221,11 @@ def test_a_state_dict_says_whether_the_adapter_is_in_the_weight() -> None:
     net, other = adapted(None), adapted(None)
     x = torch.randn(2, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
     expected = net(x)
-    net.up.merge()
+    net.up.lora.merge()
     other.load_state_dict(net.state_dict())
-    assert (other.up.merged, other.down.merged) == (True, False)
+    assert (other.up.lora.merged, other.down.lora.merged) == (True, False)
     torch.testing.assert_close(other(x), expected, rtol=1e-10, atol=1e-12)
-    net.up.unmerge()
+    net.up.lora.unmerge()
     other.load_state_dict(net.state_dict())
     torch.testing.assert_close(other(x), expected, rtol=1e-10, atol=1e-12)
 
@@ -237,7 +248,7 @@ def test_the_exported_files_have_the_names_and_shapes_of_peft(tmp_path: Path) ->
     product = (
         state["base_model.model.up.lora_B.weight"] @ state["base_model.model.up.lora_A.weight"]
     )
-    torch.testing.assert_close(scale * product, net.up.delta().flatten(0, 1))
+    torch.testing.assert_close(scale * product, net.up.lora.delta().flatten(0, 1))
 
 
 @pytest.mark.parametrize("layer", ["column", "row"])
@@ -249,12 +260,12 @@ def test_layers_of_one_feature_per_rank_are_saved(ranks, tmp_path: Path, layer: 
         made = ColumnParallelLinear(6, 2, group=group) if layer == "column" else None
         net = nn.Sequential(made or RowParallelLinear(2, 6, group=group))
         add_lora(net, 3)
-        nn.init.ones_(net[0].b)
+        nn.init.ones_(net[0].lora.b)
         save_lora(net, tmp_path, base_model="m", write=rank == 0)
         dist.barrier()
         state = load_file(str(tmp_path / "adapter_model.safetensors"))
         a, b = (state[f"base_model.model.0.lora_{x}.weight"] for x in "AB")
-        whole = gather_from_group(net[0].delta(), group, dim=int(layer == "row"))
+        whole = gather_from_group(net[0].lora.delta(), group, dim=int(layer == "row"))
         torch.testing.assert_close(b @ a, whole.detach())
 
     ranks(2, body)
@@ -274,7 +285,7 @@ def test_a_fused_layer_is_exported_as_the_layers_it_stands_for(tmp_path: Path) -
     for part, name in enumerate(("gate_proj", "up_proj")):
         prefix = f"base_model.model.layer.{name}"
         product = state[f"{prefix}.lora_B.weight"] @ state[f"{prefix}.lora_A.weight"]
-        torch.testing.assert_close(2 * product, net.up.delta()[part])
+        torch.testing.assert_close(2 * product, net.up.lora.delta()[part])
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "up_proj"]
 
@@ -292,17 +303,49 @@ def test_layers_without_adapters_are_no_target_of_their_names(tmp_path: Path) ->
         assert config["target_modules"] == targets
 
 
+def test_parts_of_a_fused_layer_have_adapters_of_their_own(ranks) -> None:
+    def body() -> None:
+        group, rank = dist.group.WORLD, dist.get_rank()
+        x = torch.randn(2, 4, 6, dtype=F64, generator=torch.Generator().manual_seed(1))
+        for parts in ((0, 1), (1,)):
+            nets: list[ColumnParallelLinear] = []
+            for own in (None, group):
+                torch.manual_seed(0)
+                layer = ColumnParallelLinear(6, (2, 8), shard_dim=1, group=own, dtype=F64)
+                mark_matrix(layer.weight, MatrixSpec(part_dim=0, parts=(1, 1)))
+                LoraAdapter(layer, LoraOptions(rank=3, alpha=6), name="up", parts=parts)
+                whole = torch.randn(len(parts), 8, 3, dtype=F64)
+                layer.lora.b.data.copy_(whole if own is None else whole.chunk(2, 1)[rank])
+                nets.append(layer)
+            dense, split = nets
+            assert dense.lora.a.shape == (len(parts), 3, 6)
+            expected = torch.zeros(2, 4, 2, 8, dtype=F64)
+            for place, part in enumerate(parts):
+                b, a = dense.lora.b[place], dense.lora.a[place]
+                expected[..., part, :] = 2 * x @ a.T @ b.T
+            plain = dense._apply_linear(x, None, dense.bias.flatten()).unflatten(-1, (2, 8))
+            torch.testing.assert_close(dense(x), plain + expected, rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                split(x), dense(x).chunk(2, -1)[rank], rtol=1e-10, atol=1e-12
+            )
+            before = dense(x)
+            dense.lora.merge()
+            torch.testing.assert_close(dense(x), before, rtol=1e-10, atol=1e-12)
+            with pytest.raises(ValueError, match="of parts or experts"):
+                lora_state(nn.ModuleDict({"up": dense}))
+
+    ranks(2, body)
+
+
 def test_what_does_not_fit_is_named() -> None:
-    for layer in (ColumnParallelLinear(4, 4), LoraLinear(ColumnParallelLinear(4, 4), 2)):
-        with pytest.raises(
-            TypeError, match=r"is one itself: use LoraLinear\(layer, rank\), or wrap"
-        ):
-            add_lora(layer, 2)
-    with pytest.raises(ValueError, match=r"rank=0 must be at least 1 and dropout=0.0 in \[0, 1\)"):
-        LoraLinear(ColumnParallelLinear(4, 4), 0)
-    with pytest.raises(ValueError, match="LoRA needs a row-parallel base with communicate=True"):
-        LoraLinear(RowParallelLinear(4, 4, communicate=False, bias=False), 2)
-    with pytest.raises(ValueError, match="no ColumnParallelLinear or RowParallelLinear"):
+    layer = ColumnParallelLinear(4, 4)
+    for rank in (0, -1):
+        with pytest.raises(ValueError, match=rf"rank={rank} must be at least 1 and dropout=0.0 in"):
+            add_lora(layer, rank)
+    assert add_lora(layer, 2) == [""]
+    with pytest.raises(ValueError, match="has an adapter already"):
+        LoraAdapter(layer, LoraOptions(rank=2))
+    with pytest.raises(ValueError, match="no ColumnParallelLinear, RowParallelLinear or layer of"):
         add_lora(nn.Linear(2, 2), 2)
     with pytest.raises(ValueError, match="the module has no adapter"):
         save_lora(nn.Linear(2, 2), "x", base_model="m", target_modules=[])

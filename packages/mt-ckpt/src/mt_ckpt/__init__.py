@@ -16,6 +16,7 @@ from mt_ckpt.manifest import Manifest as Manifest
 from mt_ckpt.root import clean as clean
 from mt_ckpt.root import latest_checkpoint as latest_checkpoint
 from mt_ckpt.run import RunFolder as RunFolder
+from mt_ckpt.run import SavedAdapters as SavedAdapters
 from mt_ckpt.run import SavedModel as SavedModel
 from mt_ckpt.run import SavedTokenizer as SavedTokenizer
 from mt_ckpt.save import save_checkpoint as save_checkpoint

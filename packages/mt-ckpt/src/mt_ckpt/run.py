@@ -76,6 +76,33 @@ class SavedTokenizer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedAdapters:
+    """Low-rank adapters, where a checkpoint holds them alone and not the weights that they adapt.
+
+    Attributes:
+        rank: Rank of the adapters.
+        alpha: Their products are scaled by `alpha / rank`; None for `rank`.
+        layers: Globs of the adapted layers; None for the model's usual ones.
+        base: Folder with the adapted weights: a step directory, or a folder of Hugging Face.
+        sha256: Digest of its weights; `mt_hf.base_digest`.
+    """
+
+    rank: int
+    alpha: float | None
+    layers: tuple[str, ...] | None
+    base: str
+    sha256: str
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "rank")
+        checks.above(0, "alpha")
+        if not _SHA256.fullmatch(str(self.sha256)):
+            checks.add("sha256", f"{shorten(self.sha256)} is no SHA-256 in hexadecimal")
+        checks.done()
+
+
+@dataclass(frozen=True, kw_only=True)
 class SavedModel:
     """Description of the model in a checkpoint's metadata.
 
@@ -85,8 +112,10 @@ class SavedModel:
         model: The model's config, as `mt_model.ModelConfig.to_dict` returns it.
         tokenizer: The tokenizer; None for weights without one.
         plugins: SHA-256 of each code file that defines the model's own layer kinds, by path.
+        adapters: Adapters, if the checkpoint holds them alone.
     """
 
     model: Mapping[str, Any]
     tokenizer: SavedTokenizer | None
     plugins: Mapping[str, str] = field(default_factory=dict)
+    adapters: SavedAdapters | None = None

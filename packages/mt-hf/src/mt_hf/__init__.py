@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mt_hf.gguf.file import GGUFType as GGUFType
     from mt_hf.gguf.file import TextFormat as TextFormat
     from mt_hf.gguf.file import export_gguf as export_gguf
+    from mt_hf.reading.base import base_digest as base_digest
     from mt_hf.reading.description import Description as Description
     from mt_hf.reading.description import describe as describe
     from mt_hf.reading.description import read_description as read_description

@@ -51,6 +51,7 @@ from mt_model.rope.scaling import YarnScaling as YarnScaling
 from mt_model.rope.temperature import TemperatureConfig as TemperatureConfig
 from mt_model.stack.config import StackConfig as StackConfig
 from mt_model.stack.layer_config import LayerConfig as LayerConfig
+from mt_model.stack.lora_config import LoraConfig as LoraConfig
 from mt_model.vision.config import VisionConfig as VisionConfig
 from mt_model.vision.image_input_config import ImageInputConfig as ImageInputConfig
 from mt_model.vision.image_input_config import expand_image_tokens as expand_image_tokens
@@ -96,6 +97,8 @@ if TYPE_CHECKING:
     from mt_model.presets.shapes import PRESETS as PRESETS
     from mt_model.presets.shapes import preset as preset
     from mt_model.recompute.saved_activations import KeptBytes as KeptBytes
+    from mt_model.stack.adapters import adapted_layers as adapted_layers
+    from mt_model.stack.adapters import unknown_layers as unknown_layers
     from mt_model.stack.fake_quantization import FakeQuantizedGemm as FakeQuantizedGemm
     from mt_model.stack.fake_quantization import block_linears as block_linears
     from mt_model.stack.fake_quantization import fake_quantize as fake_quantize

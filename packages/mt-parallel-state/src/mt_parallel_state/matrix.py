@@ -18,6 +18,7 @@ class MatrixSpec:
         in_dims: Number of trailing column dims; the dims before are rows.
         part_dim: The dim along which a fused weight has several matrices. No axis may split it.
         parts: Size of each matrix along that dim; their sum is the size of the dim.
+        names: Name of each matrix; by default its number.
 
     Example:
         >>> spec = MatrixSpec(part_dim=1, parts=(4, 1, 1))  # [kv_groups, 4 + 2, head_dim, hidden]
@@ -33,6 +34,7 @@ class MatrixSpec:
     in_dims: int = 1
     part_dim: int | None = None
     parts: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.in_dims < 1:
@@ -42,6 +44,13 @@ class MatrixSpec:
                 f"part_dim={self.part_dim!r} and parts={self.parts!r} come together, and each part "
                 "has 1 or more"
             )
+        if self.names and len(self.names) != len(self.parts):
+            raise ValueError(f"names={self.names!r} must name each of parts={self.parts!r}")
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Name of each matrix of a fused weight."""
+        return self.names or tuple(str(part) for part in range(len(self.parts)))
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return rows and columns of a part of this shape."""

@@ -19,6 +19,8 @@ from mt_tensor_parallel.linear import RowParallelLinear as RowParallelLinear
 from mt_tensor_parallel.linear import choose_gemms as choose_gemms
 from mt_tensor_parallel.linear import defer_weight_gradients as defer_weight_gradients
 from mt_tensor_parallel.linear import sum_weight_gradients as sum_weight_gradients
+from mt_tensor_parallel.low_rank import LowRankPlace as LowRankPlace
+from mt_tensor_parallel.low_rank import low_rank as low_rank
 from mt_tensor_parallel.overlap import Overlap as Overlap
 from mt_tensor_parallel.recompute import DiscardedOutput as DiscardedOutput
 from mt_tensor_parallel.recompute import recompute as recompute
@@ -29,8 +31,14 @@ if TYPE_CHECKING:
     from mt_tensor_parallel.head_loss import (
         linear_cross_entropy_and_z as linear_cross_entropy_and_z,
     )
-    from mt_tensor_parallel.lora import LoraLinear as LoraLinear
+    from mt_tensor_parallel.lora import LoraAdapter as LoraAdapter
+    from mt_tensor_parallel.lora import LoraOptions as LoraOptions
+    from mt_tensor_parallel.lora import adapter_of as adapter_of
+    from mt_tensor_parallel.lora import adapters as adapters
     from mt_tensor_parallel.lora import add_lora as add_lora
+    from mt_tensor_parallel.lora import freeze_around_lora as freeze_around_lora
+    from mt_tensor_parallel.lora import lora_delta as lora_delta
+    from mt_tensor_parallel.lora import lora_parts as lora_parts
     from mt_tensor_parallel.lora import set_lora_step as set_lora_step
     from mt_tensor_parallel.lora_files import lora_state as lora_state
     from mt_tensor_parallel.lora_files import save_lora as save_lora

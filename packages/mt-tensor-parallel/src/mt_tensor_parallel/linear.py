@@ -15,6 +15,7 @@ from mt_parallel_state import (
     MatrixSpec,
     PartitionSpec,
     WgradStore,
+    group_rank,
     group_size,
     mark_matrix,
     shard_param,
@@ -26,8 +27,9 @@ from mt_tensor_parallel.arguments import positive_int
 from mt_tensor_parallel.functional import Mode, parallel_linear
 from mt_tensor_parallel.gemm import Gemm, checked_gemm
 from mt_tensor_parallel.graph import graph_linear, number_of
+from mt_tensor_parallel.low_rank import LowRankPlace, low_rank
 from mt_tensor_parallel.overlap import Overlap
-from mt_tensor_parallel.shards import draw_part, take_part
+from mt_tensor_parallel.shards import draw_part, split_dim, take_part
 
 
 def _features(value: int | tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -50,11 +52,42 @@ class GemmLayer(nn.Module):
         weight: The parameter.
         wgrad_store: The store that takes the weight's gradient while it is active, or None.
         grad_sink: The sink that sums the weight's gradient, or None for autograd.
+        lead_dims: Number of the weight's dims in front of its outputs: 1 for experts.
+        axis: Mesh axis that splits the weight.
+        group: The ranks that split it, where the layer communicates over them.
+        sequence_parallel: Whether the tokens outside of the layer are split over the group.
     """
 
     weight: nn.Parameter
     wgrad_store: WgradStore | None = None
     grad_sink: GradSink | None = None
+    lead_dims: ClassVar[int] = 0
+    axis: str
+    group: Group = None
+    sequence_parallel: bool = False
+
+    @property
+    def has_partial_sums(self) -> bool:
+        """Whether ranks that split the weight compute gradients of whole parameters in parts."""
+        raise NotImplementedError
+
+    def ranks_of(self, dim: int) -> tuple[int, int]:
+        """Return the number of ranks that split a dim of the weight, and this rank's index."""
+        raise NotImplementedError
+
+    def low_rank(self, given: tuple[Any, ...], a: Tensor, bs: Sequence[Tensor]) -> list[Tensor]:
+        """Return `B A x` for each B beside the weight, whose A are stacked in one matrix.
+
+        Args:
+            given: Arguments of `forward`.
+            a: A of each B, one below the other.
+            bs: The second matrices.
+
+        Shape:
+            a: [n * rank, in]; bs: n of [out, rank]; for experts with their dim in front. Returns n
+            of [..., out].
+        """
+        raise NotImplementedError
 
     def choose_gemm(self, name: str, gemm_for: Callable[[str], Gemm]) -> None:
         """Set the strategy for the layer's name; a layer with several products sets several."""
@@ -214,6 +247,28 @@ class ParallelLinear(GemmLayer):
             grad_sink=self.grad_sink if given is None else None,
             overlap=self.overlap,
         )
+
+    @property
+    def has_partial_sums(self) -> bool:
+        """See `GemmLayer`: without communication, and where tokens are split."""
+        return group_size(self.group) > 1 and (self.sequence_parallel or not self.communicate)
+
+    def ranks_of(self, dim: int) -> tuple[int, int]:
+        """See `GemmLayer`."""
+        if dim != split_dim(self.weight):
+            return 1, 0
+        return group_size(self.group), group_rank(self.group)
+
+    def low_rank(self, given: tuple[Any, ...], a: Tensor, bs: Sequence[Tensor]) -> list[Tensor]:
+        """See `GemmLayer`; `low_rank` of this package says what is communicated."""
+        x, is_column = given[0], self._split == "out_features"
+        place = LowRankPlace(
+            split="outputs" if is_column else "inputs",
+            group=self.group,
+            communicate=self.communicate,
+            sequence_parallel=self.sequence_parallel,
+        )
+        return low_rank(x if is_column else x.flatten(-len(self._local)), a, bs, place)
 
     def choose_gemm(self, name: str, gemm_for: Callable[[str], Gemm]) -> None:
         """See `GemmLayer`."""

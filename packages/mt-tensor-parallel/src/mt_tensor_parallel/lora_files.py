@@ -12,7 +12,8 @@ from mt_files import write_file
 from mt_parallel_state import Group, gather_from_group
 from torch import Tensor, nn
 
-from mt_tensor_parallel.lora import LoraLinear, ParallelLinear
+from mt_tensor_parallel.linear import linears
+from mt_tensor_parallel.lora import adapter_of, adapters
 from mt_tensor_parallel.shards import split_dim
 
 Export = Callable[[str, Tensor, Tensor], Mapping[str, tuple[Tensor, Tensor]]]
@@ -31,15 +32,21 @@ def lora_state(module: nn.Module, *, export: Export | None = None) -> dict[str, 
         export: Takes a layer's name, A [rank, *in] and B [*out, rank], and returns the equivalent
             layers of another model, each with its own A and B. A fused layer becomes several
             layers: all have its A, and each has its rows of B. `None` keeps name and matrices.
+
+    Raises:
+        ValueError: An adapter is of parts or experts.
     """
     state: dict[str, Tensor] = {}
-    for name, layer in module.named_modules():
-        if not isinstance(layer, LoraLinear):
-            continue
-        pair = _whole(layer.a, layer.base.group), _whole(layer.b, layer.base.group)
+    for name, own in adapters(module):
+        if own.parts is not None or own.layer.lead_dims:
+            raise ValueError(
+                f"the adapter of {name} is of parts or experts, which PEFT knows by the layers of "
+                "another model: use mt_hf.export_adapter for a checkpoint"
+            )
+        pair = _whole(own.a, own.layer.group), _whole(own.b, own.layer.group)
         for target, (a, b) in ({name: pair} if export is None else export(name, *pair)).items():
-            state[f"{_PREFIX}{target}.lora_A.weight"] = _copy(a.reshape(layer.rank, -1))
-            state[f"{_PREFIX}{target}.lora_B.weight"] = _copy(b.reshape(-1, layer.rank))
+            state[f"{_PREFIX}{target}.lora_A.weight"] = _copy(a.reshape(own.rank, -1))
+            state[f"{_PREFIX}{target}.lora_B.weight"] = _copy(b.reshape(-1, own.rank))
     return state
 
 
@@ -69,8 +76,7 @@ def save_lora(
         ModuleNotFoundError: safetensors is not installed.
         ValueError: There is no adapter, or adapters differ in rank, alpha or dropout.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, LoraLinear)]
-    kinds = {(layer.rank, layer.alpha, layer.dropout) for layer in layers}
+    kinds = {(own.rank, own.alpha, own.dropout) for _, own in adapters(module)}
     if len(kinds) != 1:
         what = "no adapter" if not kinds else f"adapters of {len(kinds)} kinds"
         raise ValueError(f"the module has {what}; PEFT's files hold one (rank, alpha, dropout)")
@@ -103,9 +109,8 @@ def save_lora(
 
 def _target_modules(module: nn.Module, state: Iterable[str]) -> set[str]:
     exported = {key.removeprefix(_PREFIX).rpartition(".lora_")[0] for key in state}
-    named = [(_leaf(name), layer) for name, layer in module.named_modules()]
-    plain = {leaf for leaf, layer in named if isinstance(layer, ParallelLinear)}
-    adapted = {leaf for leaf, layer in named if isinstance(layer, LoraLinear)}
+    adapted = {_leaf(name) for name, _ in adapters(module)}
+    plain = {_leaf(name) for name, layer in linears(module) if adapter_of(layer) is None}
     return exported if plain & adapted else {_leaf(name) for name in exported}
 
 

@@ -155,6 +155,8 @@ class ForwardContext:
         documents: Ids of the packed documents of whole sequences, which do not see each other.
         sample_ids: Counters for the dropout of attention weights; None without dropout.
         hidden_index: Global index of each element of the hidden states; None without dropout.
+        token_index: Global number of each token, for adapters' dropout: of all tokens of this rank,
+            and of its part of the sequence; None without.
         cache: Cache of this stage in generation.
         memory: Output of an encoder, for cross-attention.
         memory_mask: True where the memory counts, for all tokens of a row or for each of this
@@ -174,6 +176,7 @@ class ForwardContext:
     documents: Tensor | None = None
     sample_ids: Tensor | None = None
     hidden_index: Tensor | None = None
+    token_index: tuple[Tensor, Tensor] | None = None
     cache: KVCache | None = None
     memory: Tensor | None = None
     memory_mask: Tensor | None = None

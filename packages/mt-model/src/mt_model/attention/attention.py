@@ -60,6 +60,11 @@ def _norms(
     return made[0], made[1]
 
 
+def _fused(parts: tuple[int, ...]) -> MatrixSpec:
+    names = ("gate", "query", "key", "value")[-len(parts) :]
+    return MatrixSpec(part_dim=1, parts=parts, names=names)
+
+
 def _selectors(kernels: Kernels) -> tuple[Selector[Any], Selector[Any], Selector[Any]]:
     """Return selectors of the rotation, of norms after it, and of attention from the projection."""
     named = "matmul" if kernels.attention == "matmul" else AUTO
@@ -126,7 +131,7 @@ class Attention(nn.Module):
             bias=config.qkv_bias,
             **linear,
         )
-        mark_matrix(self.qkv.weight, MatrixSpec(part_dim=1, parts=parts))
+        mark_matrix(self.qkv.weight, _fused(parts))
         self.out = RowParallelLinear(
             (config.num_heads, config.head_dim), hidden_size, bias=config.out_bias, **linear
         )

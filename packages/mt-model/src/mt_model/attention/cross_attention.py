@@ -75,7 +75,9 @@ class CrossAttention(nn.Module):
             bias=config.qkv_bias,
             **{**linear, "sequence_parallel": False},
         )
-        mark_matrix(self.key_value.weight, MatrixSpec(part_dim=1, parts=(1, 1)))
+        mark_matrix(
+            self.key_value.weight, MatrixSpec(part_dim=1, parts=(1, 1), names=("key", "value"))
+        )
         self.out = RowParallelLinear(
             (heads, config.head_dim), hidden_size, bias=config.out_bias, **linear
         )

@@ -63,7 +63,7 @@ class MLP(nn.Module):
             hidden_size, shape, shard_dim=shard_dim, bias=config.bias, **linear
         )
         if config.gated:
-            mark_matrix(self.up.weight, MatrixSpec(part_dim=0, parts=(1, 1)))
+            mark_matrix(self.up.weight, MatrixSpec(part_dim=0, parts=(1, 1), names=("gate", "up")))
         self.down = RowParallelLinear(config.ffn_size, hidden_size, bias=config.bias, **linear)
         start_from(self.down.weight, "residual")
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from mt_parallel_state import reduce_from_group
-from mt_tensor_parallel import Gemm, TorchGemm
+from mt_tensor_parallel import Gemm, LowRankPlace, TorchGemm, low_rank
 from torch import Tensor, nn
 
 from mt_model.attend.slots import Slots
@@ -200,10 +199,11 @@ class _AdaptedLayer:
             x: [T, *in]; y: [T, *out]; tokens: [N]; a: [rank, in]; b: [out, rank].
         """
         own = (x if tokens is None else x.index_select(0, tokens)).flatten(1)
-        thin = self.products.forward(own.to(a.dtype), a)
-        if self.shape.split == "inputs" and self.shape.communicate:
-            thin = reduce_from_group(thin, self.shape.group)
-        found = self.products.forward(thin, b).view(-1, *self.shape.outputs).to(y.dtype)
+        place = LowRankPlace(
+            split=self.shape.split, group=self.shape.group, communicate=self.shape.communicate
+        )
+        (found,) = low_rank(own.to(a.dtype), a, [b], place, multiply=self.products.forward)
+        found = found.view(-1, *self.shape.outputs).to(y.dtype)
         if tokens is None:
             y.add_(found)
         else:

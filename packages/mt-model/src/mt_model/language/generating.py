@@ -227,6 +227,7 @@ class GeneratingStack(Stack["ModelConfig"]):
             documents=documents,
             sample_ids=sample_ids,
             hidden_index=index,
+            token_index=self._token_index(sample_ids, length, device),
             cache=cache if isinstance(cache, KVCache) else None,
             memory=batch.get("memory"),
             memory_mask=batch.get("memory_mask"),

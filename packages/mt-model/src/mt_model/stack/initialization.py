@@ -41,7 +41,8 @@ def materialize(
         if not meta.is_meta:
             continue
         owner, _, leaf = name.rpartition(".")
-        param = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device))
+        made = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+        param = nn.Parameter(made, requires_grad=meta.requires_grad)
         record = sharding_of(meta)
         shard_param(param, record.spec, partial_grad=record.partial_grad, is_copy=record.is_copy)
         mark_matrix(param, record.matrix)

@@ -31,6 +31,7 @@ from mt_model.stack.layer_config import LayerConfig
 
 if TYPE_CHECKING:
     from mt_quant import SharedInput
+    from mt_tensor_parallel import LoraAdapter
 
 Step: TypeAlias = Callable[[Any, ForwardContext], tuple[Any, Losses]]
 """A layer, or one of its branches: from the residual stream to the next, with its losses."""
@@ -80,6 +81,7 @@ class TransformerLayer(nn.Module):
         self.group = None if shard.sequence_parallel else shard.group
         self.index, self.config = layer, config
         self._wrapped: dict[str, Step] = {}
+        self._adapters: tuple[LoraAdapter, ...] = ()  # that drop
         self.residual, self.drops = Selector(RESIDUAL, shard.kernels.residual), bool(model.dropout)
 
         def norm(*, there: bool) -> nn.Module | None:
@@ -115,6 +117,12 @@ class TransformerLayer(nn.Module):
             return self._whole(x, shared, opens=opens)
         with shared.saved.of_layer(self.index, others=self._others(shared)):
             return self._whole(x, shared, opens=opens)
+
+    def drop_in_adapters(self) -> None:
+        """Have the masks of adapters inside go by the tokens of each pass."""
+        from mt_tensor_parallel import adapters  # few models have some
+
+        self._adapters = tuple(adapter for _, adapter in adapters(self))
 
     def wrap(self, wrap: Wrap | None) -> None:
         """Call the layer's computation through `wrap`, except in passes that are plain.
@@ -234,9 +242,15 @@ class TransformerLayer(nn.Module):
         x, more = self._feed(x, shared, opens=opens)
         return x, add_losses(losses, more)
 
+    def _tell_adapters(self, shared: ForwardContext) -> None:
+        """Give adapters the numbers of their tokens; also when a layer is computed again."""
+        for adapter in self._adapters:
+            adapter.tokens = shared.token_index
+
     def _mix(
         self, x: Stream, shared: ForwardContext, *, opens: bool = False
     ) -> tuple[Stream, Losses]:
+        self._tell_adapters(shared)
         mixer, entry = self.mixer, self.config.mixer
         if mixer is None or entry is None:
             return x, {}
@@ -247,6 +261,7 @@ class TransformerLayer(nn.Module):
     def _feed(
         self, x: Stream, shared: ForwardContext, *, opens: bool = False
     ) -> tuple[Stream, Losses]:
+        self._tell_adapters(shared)
         feed_forward, entry = self.feed_forward, self.config.feed_forward
         if feed_forward is None or entry is None:
             return x, {}
@@ -258,6 +273,7 @@ class TransformerLayer(nn.Module):
     def _both(
         self, x: Stream, shared: ForwardContext, *, opens: bool = False
     ) -> tuple[Stream, Losses]:
+        self._tell_adapters(shared)
         mixer, first = self.mixer, self.config.mixer
         feed_forward, entry = self.feed_forward, self.config.feed_forward
         if mixer is None or first is None:

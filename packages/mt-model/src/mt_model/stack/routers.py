@@ -33,7 +33,9 @@ def balance_experts(stages: Sequence[Stack[Any]]) -> None:
     state = stages[0].state
     is_mirrored = any("mirror" in sharding_of(each.weight).partial_grad for each in routers)
     groups = [state.group("tp-cp-dp")] + [state.group("mirror")] * is_mirrored
-    update_expert_biases(routers, *groups)
+    trained = [router for router in routers if router.weight.requires_grad]
+    if trained:
+        update_expert_biases(trained, *groups)
     for router in routers:
         router.end_step()
     for layer in _named(stages, MoE).values():

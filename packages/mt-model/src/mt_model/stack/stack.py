@@ -46,10 +46,12 @@ from mt_model.recompute.saved_activations import KeptBytes, SavedActivations
 from mt_model.rope.config import Rotary
 from mt_model.rope.rotary import AngleStore, RotaryTable, rotary_table
 from mt_model.rope.temperature import TemperatureConfig
+from mt_model.stack.adapters import add_adapters
 from mt_model.stack.batch import Batch
 from mt_model.stack.config import StackConfig
 from mt_model.stack.initialization import materialize
 from mt_model.stack.layer import Step, TransformerLayer, Wrap
+from mt_model.stack.lora_config import LoraConfig
 from mt_model.stack.validation import validate_context, validate_split
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         seed: Seed of initial values and dropout; None leaves the values undefined, for weights
             that are loaded.
         gemm: Strategy that computes the linear layers.
+        lora: Adapters on linear layers; everything else is frozen then.
         dtype: Dtype of parameters and activations.
         device: Device of the parameters; the state's by default. On "meta" they have no memory
             until `initializer` fills them on the state's device.
@@ -121,6 +124,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         recompute: Recompute | RecomputePlan = "none",
         seed: int | None = 0,
         gemm: Gemm | None = None,
+        lora: LoraConfig | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
@@ -171,7 +175,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         context = self.shard.context
         inner = context_inner_size or 1
         validate_context(config, context.algorithms, cp=context.size, inner=inner, tp=tp)
-        self._build()
+        self._build(lora)
         residual = RESIDUAL.find(choice.residual, like)
         self._fuses = residual.name == "fused"  # the last addition of a layer with the next norm
         if choice != Kernels():
@@ -182,6 +186,8 @@ class Stack(nn.Module, ABC, Generic[Config]):
         defer_weight_gradients(self, self.wgrad_store)
         if where.type != "meta":
             materialize(self, config, state, seed=seed, device=where)
+
+    _drops_adapters = False
 
     @property
     def has_embedding(self) -> bool:
@@ -430,8 +436,10 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return {name: table() for name, table in self.score_tables.items()}
 
     def give_tables_gradients(self, x: Tensor, shared: ForwardContext) -> Tensor:
-        """Make this stage's backward give a gradient to tables that none of its layers reads."""
+        """Give the stage's input a gradient, and tables that none of its layers reads."""
         if self.training and torch.is_grad_enabled():
+            if not x.requires_grad:  # frozen embeddings; recomputation and schedules ask for one
+                x = x.detach().requires_grad_()
             used = {mixer.shared_table for mixer in self._mixers().values()}
             names = {table[0] for table in used if table is not None}
             for name, weight in shared.score_tables.items():
@@ -443,7 +451,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         self, batch: Batch, length: int, device: torch.device
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return sample ids and the global index of each hidden element, for dropout."""
-        if not (self.training and self.config.drops):
+        if not (self.training and (self.config.drops or self._drops_adapters)):
             return None, None
         sample_ids = batch.get("sample_ids")
         if sample_ids is None:
@@ -457,7 +465,17 @@ class Stack(nn.Module, ABC, Generic[Config]):
         sizes = (self.config.max_sequence_length, self.config.hidden_size)
         return sample_ids, hidden_index(sample_ids, self.shard.between(places, dim=0), *sizes)
 
-    def _build(self) -> None:
+    def _token_index(
+        self, sample_ids: Tensor | None, length: int, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return the numbers of this rank's tokens, and of its part of them, for adapters."""
+        if sample_ids is None or not self._drops_adapters:
+            return None
+        places = self.shard.context.positions(length, device)
+        first = sample_ids[:, None] * self.config.max_sequence_length
+        return first + places, first + self.shard.between(places, dim=0)
+
+    def _build(self, lora: LoraConfig | None) -> None:
         config, shard = self.config, self.shard
         self._build_input()
         self.layers = nn.ModuleDict(
@@ -481,6 +499,14 @@ class Stack(nn.Module, ABC, Generic[Config]):
             self.final_norm = stream_norm(config, shard) if final else None
             self._build_output()
         self._check_patterns()
+        if lora is not None:
+            self._add_adapters(lora)
+
+    def _add_adapters(self, lora: LoraConfig) -> None:
+        add_adapters(self, lora, seed=self.shard.seed)
+        self._drops_adapters = lora.dropout > 0
+        for layer in self.stage_layers() if self._drops_adapters else ():
+            layer.drop_in_adapters()
 
     def _placement_of(self, layer: int) -> ShardContext:
         again, offloads = self.plan.modules(layer), self.plan.offloads(layer)

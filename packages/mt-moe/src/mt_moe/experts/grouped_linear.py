@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import sqrt
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from mt_kernels import AUTO, Selector
@@ -74,6 +74,8 @@ class GroupedLinear(GemmLayer):
     """
 
     bias: nn.Parameter | None
+    lead_dims = 1
+    axis = "etp"
 
     def __init__(  # noqa: PLR0913 - a layer's own settings, most by keyword
         self,
@@ -106,9 +108,10 @@ class GroupedLinear(GemmLayer):
         axes = [cut[at][0] if at in cut else None for at in range(len(shape))]
         weight = filled(shape, local=local, offsets=offsets, **init)
         self.weight = shard_param(weight, PartitionSpec(*axes))
-        self.num_experts = num_experts
+        self.num_experts, self._cut = num_experts, cut
         self.gemms = ExpertGemms(offsets[0], [TorchGemm()] * local[0])
         self.selector = Selector(GROUPED_KERNELS, kernel)
+        self._thin_selector = Selector(GROUPED_KERNELS, AUTO)  # of adapters
         # Where etp shards the input, results are partial sums, of which one includes the bias.
         self.split, self._adds_bias = split, split == "out" or groups.place[1] == 0
         self.bias = None
@@ -116,6 +119,34 @@ class GroupedLinear(GemmLayer):
             own = filled(shape[:-1], local=local[:-1], offsets=offsets[:-1], **init)
             partial = ("etp",) if split == "in" and groups.etp > 1 else ()
             self.bias = shard_param(own, PartitionSpec(*axes[:-1]), partial_grad=partial)
+
+    @property
+    def has_partial_sums(self) -> bool:
+        """See `GemmLayer`: what etp shards beside whole matrices, the caller sums."""
+        return any(axis == "etp" and parts > 1 for axis, parts, _ in self._cut.values())
+
+    def ranks_of(self, dim: int) -> tuple[int, int]:
+        """See `GemmLayer`."""
+        _, parts, index = self._cut.get(dim, ("", 1, 0))
+        return parts, index
+
+    def low_rank(self, given: tuple[Any, ...], a: Tensor, bs: Sequence[Tensor]) -> list[Tensor]:
+        """See `GemmLayer`; nothing is sent, as in `forward`.
+
+        Shape:
+            a: [E, rank, in]; bs: one of [E, out, rank]. Returns one of [N, out].
+        """
+        x, counts, *more = given
+        thin = self._multiplied(as_autocast(x), a, counts)
+        found = self._multiplied(thin, bs[0], counts)
+        return [found if not more or more[0] else only_first(found, counts.sum())]
+
+    def _multiplied(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """Multiply rows by a weight of each expert whose gradient autograd takes."""
+        matrix, gemms = as_autocast(weight), (TorchGemm(),) * len(weight)
+        kernel = self._thin_selector.find(x, matrix, gemms, key=matrix.dtype).function
+        context = GroupedContext(gemms=gemms, kernel=kernel, weight=weight, store=None, sink=None)
+        return grouped_linear(x, matrix, counts, context)
 
     def choose_gemm(self, name: str, gemm_for: Callable[[str], Gemm]) -> None:
         """Choose the strategy of each expert on this rank.

@@ -345,7 +345,7 @@ class _Paths:
     def resolved(self, name: str, section: Any) -> Any:
         """Return a section with the paths of its `path_field`s absolute."""
         paths = {}
-        for item in dataclasses.fields(section):
+        for item in dataclasses.fields(section) if section is not None else ():
             value, field = getattr(section, item.name), f"{name}.{item.name}"
             if PATH not in item.metadata or value is None:
                 continue

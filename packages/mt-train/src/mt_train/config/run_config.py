@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Literal
 
 from mt_files import Checks, FieldError, divisors, multiples_near, shorten
-from mt_model import Recompute, RecomputePlan
+from mt_model import LoraConfig, Recompute, RecomputePlan
 
 from mt_train.config.data_section import DataSection
 from mt_train.config.distillation_section import DistillationSection
@@ -53,6 +53,8 @@ class TrainingSection:
         time_budget: Seconds of training after which the run ends, however many steps are done. The
             learning rate follows whichever of steps and time is further, so that a slow machine
             anneals too.
+        freeze: Globs of parameters that are not trained, such as `embedding.*` or `layers.0.*`; `*`
+            matches dots too. They have no optimizer state, and no gradient where none is needed.
         compile: Compile layers with torch.compile; equal layers share one compilation.
         cuda_graphs: Capture CUDA graphs: of each `layer`, or in a `step` of a micro-batch's whole
             forward and backward on this rank's stage, and of the optimizer's step. On a CPU they
@@ -75,6 +77,7 @@ class TrainingSection:
     grad_clip: float = 1.0
     seed: int = 1234
     time_budget: float | None = None
+    freeze: tuple[str, ...] = ()
     compile: bool = False
     cuda_graphs: Literal["none", "layer", "step"] = "none"
     recompute: Recompute | RecomputePlan = "none"
@@ -238,6 +241,7 @@ class RunConfig:
         training: Length, batch and numerics.
         precision: Low precision for linear layers.
         quantization: Quantisation-aware training.
+        lora: Low-rank adapters, which alone are trained.
         distillation: Teacher to learn from.
         optimizer: The optimizer and its schedule.
         parallel: Number of ranks along each axis.
@@ -256,6 +260,7 @@ class RunConfig:
     training: TrainingSection
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
+    lora: LoraConfig | None = None
     distillation: DistillationSection = field(default_factory=DistillationSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
@@ -269,7 +274,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         errors: dict[str, str] = {}
-        parts = (self._sizes, self._tokenizers, self._precision, self._sharding, self._graphs)
+        parts = (
+            self._sizes,
+            self._tokenizers,
+            self._precision,
+            self._adapters,
+            self._sharding,
+            self._graphs,
+        )
         for name, text in chain.from_iterable(part() for part in parts):
             errors.setdefault(name, text)
         if errors:
@@ -346,6 +358,32 @@ class RunConfig:
         elif self.precision.primary_weights:
             text += "precision.primary_weights has none of those; use masters full"
             yield "optimizer.masters", text
+
+    def _adapters(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not go with low-rank adapters."""
+        if self.lora is None:
+            return
+        if self.model.from_ is None and self.checkpoint.load is None:
+            text = "needs trained weights to adapt: name their folder with model.from, or a run "
+            yield "lora", text + "with checkpoint.load and load_mode weights"
+        if self.quantization.given is not None:
+            text = f"{shorten(self.quantization.given)} rounds weights that lora freezes; leave "
+            yield "quantization", text + "one of them out"
+        if self.precision.primary_weights:
+            text = "true needs fp32 masters, which frozen weights of lora lack; leave it out"
+            yield "precision.primary_weights", text
+        recompute = self.training.recompute
+        plan = not isinstance(recompute, str) and any(rule.modules for rule in recompute.rules)
+        reasons = {
+            f"pipeline.schedule {self.pipeline.schedule}, which runs parts of two layers in turn; "
+            "use schedule zb-v": self._runs_parts,
+            "a recompute plan of modules; use none, selective or full": plan,
+            "training.compile; use compile: false": self.training.compile,
+            "training.cuda_graphs; use none": self.training.cuda_graphs != "none",
+        }
+        for text, holds in reasons.items() if self.lora.dropout else ():
+            if holds:
+                yield "lora.dropout", f"{self.lora.dropout} does not go with {text}, or dropout 0"
 
     def _sharding(self) -> Iterator[tuple[str, str]]:
         """Yield conflicts with the sharding of parameters."""

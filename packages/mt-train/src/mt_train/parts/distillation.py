@@ -51,7 +51,7 @@ class Distillation(TrainerPart):
             microbatches=setup.microbatches,
             num_layers=self._teacher.num_layers,
         )
-        options = {**setup.stage_options, "recompute": "none", "seed": None}
+        options = {**setup.stage_options, "recompute": "none", "seed": None, "lora": None}
         self._stages = [
             cast("GPT", self._teacher.build(state, layers=layers, device=state.device, **options))
             for layers in plan.layers_of(state.index("pp"))

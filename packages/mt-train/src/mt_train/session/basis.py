@@ -27,6 +27,7 @@ from mt_train.parts.registry import wanted_parts
 from mt_train.problem import ConfigError
 from mt_train.session.exporting import obstacle_of
 from mt_train.session.starting import Start, check_start, find_start
+from mt_train.training.freezing import check_freezing
 from mt_train.training.optimization import check_overrides
 
 _TOKENIZER_BYTES = 256 * 2**20
@@ -130,6 +131,7 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start, out: Path) -> B
         check_tokenizer(loaded, corpus, tokenizer)
     check_packing(loaded, corpus)
     model = loaded.model(planned_vocab_size(loaded) if tokenizer is None else tokenizer.vocab_size)
+    check_freezing(loaded, model)
     check_overrides(loaded, model)
     for part in wanted_parts(loaded.config):
         part.check(loaded, model, tokenizer)

@@ -47,6 +47,7 @@ from mt_train.reporting.metrics import MetricsFile, Record, read_metrics
 from mt_train.reporting.plot import draw_loss
 from mt_train.reporting.reporter import Reporter
 from mt_train.session import saving
+from mt_train.session.adapting import adapters_of
 from mt_train.session.basis import Basis, prepare_on_all_ranks
 from mt_train.session.exporting import export
 from mt_train.session.saved import SavedRun, plain_sections
@@ -179,8 +180,13 @@ class _Session:
             model=model.to_dict(),
             config=plain_sections(config),
             plugins=loaded.plugins,
+            adapters=adapters_of(config, self.start, state),
         )
-        if self.start.path is not None:
+        if self.saved.adapters is not None:
+            saving.fill_base(self.trainer, Path(self.saved.adapters.base))
+            if self.start.continued is not None and self.start.path is not None:
+                saving.fill(self.trainer, self.start.path, self.start.saved, weights_only=False)
+        elif self.start.path is not None:
             only = self.start.weights_only
             saving.fill(self.trainer, self.start.path, self.start.saved, weights_only=only)
         elif self.start.pretrained is not None:
@@ -338,9 +344,10 @@ class _Session:
 
     def _announce(self, reporter: Reporter) -> None:
         layout = self.state.layout
-        parameters = self.trainer.count_parameters()
+        parameters, trained = self.trainer.count_parameters()
+        of_them = "" if trained == parameters else f" ({trained / 1e6:.2f}M trained)"
         reporter.say(
-            f"model {parameters / 1e6:.2f}M parameters, {self.config.training.dtype} on "
+            f"model {parameters / 1e6:.2f}M parameters{of_them}, {self.config.training.dtype} on "
             f"{self.state.device.type}; tp {layout.tp} cp {layout.cp} pp {layout.pp} dp {layout.dp}"
         )
         compiled = self.config.training.compile

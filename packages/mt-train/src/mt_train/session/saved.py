@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mt_ckpt import CheckpointError, SavedModel, SavedTokenizer, inspect_checkpoint
+from mt_ckpt import CheckpointError, SavedAdapters, SavedModel, SavedTokenizer, inspect_checkpoint
 from mt_data import Mixture
 from mt_files import Checks, UserError, to_plain
 from mt_optim import ScaleState
@@ -41,6 +41,7 @@ class SavedRun:
         model: Model, from `ModelConfig.to_dict`.
         config: The sections of the configuration, as JSON values.
         plugins: SHA-256 of each plugin, by its path.
+        adapters: Adapters, which are all that the checkpoint holds of the model; null without.
     """
 
     step: int
@@ -53,6 +54,7 @@ class SavedRun:
     model: Mapping[str, Any]
     config: Mapping[str, Mapping[str, Any]]
     plugins: Mapping[str, str] = field(default_factory=dict)
+    adapters: SavedAdapters | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -99,8 +101,9 @@ class SavedRun:
 
 
 def plain_sections(config: RunConfig) -> dict[str, Any]:
-    """Return the sections of a configuration as JSON values, without the list of plugins."""
-    return {name: value for name, value in to_plain(config).items() if name != "plugins"}
+    """Return the given sections of a configuration as JSON values, without the plugins."""
+    plain = to_plain(config).items()
+    return {name: value for name, value in plain if name != "plugins" and value is not None}
 
 
 def read_saved(path: Path) -> SavedRun:

@@ -100,10 +100,41 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
     found = open_pretrained(folder).padded(vocab_multiple)
     tensors = _tensors(trainer, moments=False)
     tensors.pop(RunFolder.EMA, None)
-    for shard in _to_fill(trainer, tensors) + _buffer_shards(trainer):
+    for shard in _to_fill(trainer, tensors) + _frozen_shards(trainer) + _buffer_shards(trainer):
         name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
         found.fill(name, shard.tensor, shard.offsets)
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
+    trainer.weights_loaded()
+
+
+def fill_base(trainer: Trainer, folder: Path) -> None:
+    """Fill the frozen weights that adapters adapt; every rank reads its own part.
+
+    Args:
+        trainer: A trainer of adapters, which stay as they are.
+        folder: A step directory, or a folder of Hugging Face.
+
+    Raises:
+        ExchangeError: The folder does not have the model's tensors.
+        CheckpointError: The checkpoint is damaged, or lacks tensors.
+        ResumeError: The checkpoint has adapters itself.
+    """
+    shards = _frozen_shards(trainer) + _buffer_shards(trainer)
+    if (folder / "zarr.json").is_file():
+        if inspect_checkpoint(folder).metadata.get("adapters"):
+            raise ResumeError(
+                f"{folder} holds adapters alone; export the run by mt-hf export, which merges "
+                "them, and name that folder with model.from"
+            )
+        others = (RunFolder.OPTIMIZER, RunFolder.EMA, *(p.folder for p in PARTS if p.folder))
+        ignore = tuple(f"{prefix}/" for prefix in others)
+        load_checkpoint(folder, shards, group=trainer.state.group(WORLD), ignore=ignore, cast=True)
+    else:
+        model = trainer.stages[0].config
+        found = open_pretrained(folder).padded(model.vocab_multiple)
+        for shard in shards:
+            name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
+            found.fill(name, shard.tensor, shard.offsets)
     trainer.weights_loaded()
 
 
@@ -137,12 +168,13 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
     of_parts = [] if weights_only else _saved_part_shards(trainer, path)
     # A part that is no longer wanted has no use for its state.
     ignored += [part.folder for part in PARTS if part.folder]
+    others = [] if trainer.config.lora else _frozen_shards(trainer) + _buffer_shards(trainer)
     load_checkpoint(
         path,
-        _to_fill(trainer, tensors) + _buffer_shards(trainer) + of_parts,
+        _to_fill(trainer, tensors) + others + of_parts,
         group=trainer.state.group(WORLD),
         ignore=tuple(f"{prefix}/" for prefix in ignored),
-        cast=weights_only,
+        cast=weights_only or bool(others),  # frozen weights have no fp32 masters here
     )
     _take_weights(trainer, tensors[RunFolder.WEIGHTS], restart_ema=not continues_ema)
     for key in () if weights_only else inner.moment_keys:
@@ -202,8 +234,22 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
     for prefix, tensors in _tensors(trainer, moments=True).items():
         whole = trainer.buffer.assemble(tensors).items()
         shards += _param_shards(trainer, whole, prefix=prefix, peers=peers)
-    shards += _buffer_shards(trainer)
+    if trainer.config.lora is None:  # else they are in the base
+        shards += _frozen_shards(trainer, copies=True) + _buffer_shards(trainer)
     return shards + _factor_shards(trainer, peers=peers) + _part_shards(trainer)
+
+
+def _frozen_shards(trainer: Trainer, *, copies: bool = False) -> list[TensorShard]:
+    """List the parameters that are not trained, each rank its own part.
+
+    Args:
+        trainer: The trainer.
+        copies: Copy them to the dtype that masters have, to be saved like those.
+    """
+    frozen = {n: p.detach() for n, p in trainer.named_parameters if not p.requires_grad}
+    if copies:
+        frozen = {n: x.to(torch.promote_types(x.dtype, torch.float32)) for n, x in frozen.items()}
+    return _param_shards(trainer, frozen.items(), prefix=RunFolder.WEIGHTS)
 
 
 def _buffer_shards(trainer: Trainer) -> list[TensorShard]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,11 @@ from mt_train.training.progress import Progress
 
 # What may differ between two parts of a run: everything but the model, the tokenizer and these.
 _FIXED = ("seed", "sequence_length")
+
+
+def _of_adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what two parts of a run need to have in common."""
+    return None if lora is None else {**lora, "dropout": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +172,11 @@ def check_start(
             f"training.dtype: saved with {then.get('dtype')}, now {current['dtype']}; "
             "fp32, bf16 and fp16 have fp32 master weights, fp64 has fp64 ones"
         )
+    if then.get("freeze", []) != current["freeze"]:
+        text = f"saved with {then.get('freeze', [])}, now {current['freeze']}; the optimizer has "
+        differences.append(f"training.freeze: {text}no state for other parameters")
+    if _of_adapters(before.get("lora")) != _of_adapters(now["lora"]):
+        differences += changes({"lora": before.get("lora")}, {"lora": now["lora"]})
     if differences:
         raise ResumeError(
             f"{start.path} can't be continued with these differences:\n  "

@@ -23,6 +23,7 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from mt_train.config.loading import LoadedConfig
 from mt_train.config.optimizer_section import OptimizerSection
 from mt_train.config.run_config import RunConfig
+from mt_train.training.freezing import whole_model
 
 _OF_MATRICES = ("muon", "adaptive_muon", "soap")
 _ADAMW_SIZE = 0.2  # of a spectral step: the size that a step of AdamW has
@@ -75,8 +76,7 @@ def check_overrides(loaded: LoadedConfig, model: ModelConfig) -> None:
     globs = {"overrides": section.overrides, "norm_groups": section.norm_groups}
     if not any(globs.values()):
         return
-    state = ParallelState(ParallelLayout())
-    whole = model.build(state, device="meta", seed=None)
+    state, whole = ParallelState(ParallelLayout()), whole_model(loaded, model)
     names = [name for name, _ in whole.named_parameters()]
     for key, entries in globs.items():
         for index, entry in enumerate(entries):

@@ -58,6 +58,7 @@ def stage_options(config: RunConfig) -> dict[str, Any]:
         "kernels": config.model.kernels,
         "recompute": training.recompute,
         "seed": training.seed,
+        "lora": config.lora,
         "dtype": DTYPES[training.dtype],
     }
 

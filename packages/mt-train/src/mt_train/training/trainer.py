@@ -33,6 +33,7 @@ from mt_train.parts.registry import wanted_parts
 from mt_train.parts.update import Update
 from mt_train.reporting.metrics import Record
 from mt_train.training.data_parallel import reduction, shard_options
+from mt_train.training.freezing import freeze
 from mt_train.training.hardware import memory_bytes, peak_flops
 from mt_train.training.optimization import kept_whole, optimizer_config
 from mt_train.training.progress import Course, Progress, StepMeter
@@ -108,6 +109,7 @@ class Trainer:
         )
         options = stage_options(config)
         self.stages = build_stages(plan, model_config, state, **options)
+        freeze(self.stages, config.training.freeze)
         setup = Setup(
             config=config,
             model=model_config,
@@ -192,15 +194,20 @@ class Trainer:
         )
         return executor, update
 
-    def count_parameters(self) -> int:
-        """Count the whole model's parameters, each logical one once; every rank calls it."""
-        layout = self.state.layout
-        own = sum(
-            math.prod(global_shape_of(param, layout))
-            for _, param in self.named_parameters
-            if not sharding_of(param).is_copy
-        )
-        return int(summed(self.state, own, axes="pp")[0])
+    def count_parameters(self) -> tuple[int, int]:
+        """Count the whole model's parameters, each logical one once; every rank calls it.
+
+        Returns:
+            The numbers of all parameters and of trained ones.
+        """
+        layout, counts = self.state.layout, [0, 0]
+        for _, param in self.named_parameters:
+            if not sharding_of(param).is_copy:
+                own = math.prod(global_shape_of(param, layout))
+                counts[0] += own
+                counts[1] += own * param.requires_grad
+        every, trained = summed(self.state, *counts, axes="pp")
+        return int(every), int(trained)
 
     @property
     def finished(self) -> bool:
