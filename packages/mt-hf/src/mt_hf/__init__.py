@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mt_hf.gguf.file import GGUFType as GGUFType
     from mt_hf.gguf.file import TextFormat as TextFormat
     from mt_hf.gguf.file import export_gguf as export_gguf
+    from mt_hf.reading.adapted import AdaptedWeights as AdaptedWeights
+    from mt_hf.reading.adapted import open_adapted as open_adapted
     from mt_hf.reading.base import base_digest as base_digest
     from mt_hf.reading.description import Description as Description
     from mt_hf.reading.description import describe as describe

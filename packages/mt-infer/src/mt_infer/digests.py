@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from mt_ckpt import RunFolder, inspect_checkpoint
+from mt_ckpt import RunFolder, SavedModel, inspect_checkpoint
 from mt_files import sha256_file
 from mt_model import GPT, saved_buffers
 
@@ -26,6 +26,9 @@ def run_digest(run: Run) -> str:
         prefix = f"{RunFolder.WEIGHTS}/"
         records = inspect_checkpoint(run.source).files
         files = {name: each.sha256 for name, each in records.items() if name.startswith(prefix)}
+        adapters = inspect_checkpoint(run.source).metadata_as(SavedModel).adapters
+        if adapters is not None:
+            files["base"] = adapters.sha256
     else:
         paths = {each.path for each in run.source.tensors.values()}
         files = {path.name: sha256_file(path) for path in paths}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,10 +17,12 @@ from mt_ckpt import (
     RunFolder,
     SavedModel,
     SavedTokenizer,
+    TensorShard,
     hold_checkpoint,
     inspect_checkpoint,
     latest_checkpoint,
     load_checkpoint,
+    open_arrays,
     param_shards,
 )
 from mt_files import UserError
@@ -30,6 +32,7 @@ from mt_hf import (
     find_folder,
     from_pretrained,
     is_hub_id,
+    open_adapted,
     open_pretrained,
     read_end_tokens,
     read_image_preprocessing,
@@ -209,7 +212,7 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
     prefix = f"{RunFolder.WEIGHTS}/"
     weights = [spec for name, spec in manifest.arrays.items() if name.startswith(prefix)]
     stored = sum(math.prod(spec.shape) for spec in weights)
-    if stored != config.num_parameters + config.num_buffers:
+    if saved.adapters is None and stored != config.num_parameters + config.num_buffers:
         raise RunError(
             f"{path}: its metadata describes a model of {config.num_parameters} parameters, and "
             f"{stored} are stored; use another step"
@@ -370,22 +373,51 @@ def fill_weights(
     """Read the weights of a run's checkpoint into a model; all ranks of the group call it."""
     if not isinstance(run.source, Path):
         raise RunError(f"{run.folder} is a folder of Hugging Face and has no steps")
+    if _is_adapted(run.source):
+        _fill_adapted(model, run.source, state, ema=ema)
+        return
     # Stored weights are the optimizer's fp32 or fp64 masters; training casts them down too.
-    named = model.named_parameters()
+    named, stored = list(model.named_parameters()), inspect_checkpoint(run.source).arrays
     wanted, other = RunFolder.WEIGHTS, RunFolder.EMA
     if ema:
         wanted, other = other, wanted
-    shards = param_shards(named, state.layout, state.rank, prefix=wanted)
-    buffers = saved_buffers([model])  # buffers have no average
-    place = (state.layout, state.rank)
+    place, buffers = (state.layout, state.rank), saved_buffers([model])
+    averaged = {name: param for name, param in named if not ema or f"{wanted}/{name}" in stored}
+    shards = param_shards(averaged.items(), *place, prefix=wanted)
+    # Frozen parameters and buffers have no average.
+    others = {name: param for name, param in named if name not in averaged}
+    shards += param_shards(others.items(), *place, prefix=RunFolder.WEIGHTS)
     shards += param_shards(buffers.items(), *place, prefix=RunFolder.WEIGHTS, params=buffers)
     unused = (f"{prefix}/" for prefix in (RunFolder.OPTIMIZER, RunFolder.SCALING, other))
     ignore = tuple(unused) if model.config.mtp else (*unused, f"{wanted}/mtp.")
     load_checkpoint(run.source, shards, group=group, ignore=ignore, cast=True)
+    _check_finite(run.source, shards)
+
+
+def _is_adapted(path: Path) -> bool:
+    return inspect_checkpoint(path).metadata_as(SavedModel).adapters is not None
+
+
+def _fill_adapted(model: GPT, path: Path, state: ParallelState, *, ema: bool) -> None:
+    """Read the base of a run's adapters with these added; each rank reads its own part."""
+    with open_arrays(path) as arrays:
+        saved = arrays.manifest.metadata_as(SavedModel)
+        with open_adapted(arrays, saved, ema=ema) as adapted:
+            prefix, place = RunFolder.WEIGHTS, (state.layout, state.rank)
+            shards = param_shards(model.named_parameters(), *place, prefix=prefix)
+            for shard in shards:
+                name = shard.name.removeprefix(f"{prefix}/")
+                adapted.fill(name, shard.tensor, shard.offsets)
+            for name, buffer in saved_buffers([model]).items():
+                adapted.fill(name, buffer)
+    _check_finite(path, shards)
+
+
+def _check_finite(path: Path, shards: Sequence[TensorShard]) -> None:
     for shard in shards:
         if shard.tensor.numel() and not all(map(torch.isfinite, shard.tensor.aminmax())):
             kind = str(shard.tensor.dtype).removeprefix("torch.")
             raise RunError(
-                f"{run.source}: array {shard.name} has values that are not finite in {kind}; use "
+                f"{path}: array {shard.name} has values that are not finite in {kind}; use "
                 "another --step, or a wider --dtype"
             )

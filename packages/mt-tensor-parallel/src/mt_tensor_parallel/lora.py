@@ -86,6 +86,7 @@ class LoraAdapter(nn.Module):
 
     Attributes:
         a: [rank, *in], or [parts, rank, *in]; behind the experts' dim for a layer of experts.
+        matrix: Record of the layer's weight.
         b: [*out, rank], with the rows of the given parts; behind the experts' dim likewise.
         tokens: Global number of each token of the next forward, for dropout: all of this rank, or
             those of its part of the sequence, the first that fit the input. None to go by
@@ -134,13 +135,13 @@ class LoraAdapter(nn.Module):
         weight, lead = self.layer.weight, self.layer.lead_dims
         record = sharding_of(weight)
         check_volume((self.rank, weight.shape.numel()), "an adapter")
-        self._matrix = MatrixSpec() if record.matrix is None else record.matrix
-        cut = weight.dim() - self._matrix.in_dims
+        self.matrix = MatrixSpec() if record.matrix is None else record.matrix
+        cut = weight.dim() - self.matrix.in_dims
         dims = (*record.spec.dims, *(None,) * (weight.dim() - len(record.spec.dims)))
         outs, count = list(weight.shape[:cut]), list[int]()
-        sizes = [self._matrix.parts[part] for part in self.parts or ()]
-        if self.parts is not None and self._matrix.part_dim is not None:
-            outs[self._matrix.part_dim], count = sum(sizes), [len(sizes)]
+        sizes = [self.matrix.parts[part] for part in self.parts or ()]
+        if self.parts is not None and self.matrix.part_dim is not None:
+            outs[self.matrix.part_dim], count = sum(sizes), [len(sizes)]
         make: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
         shape = (*weight.shape[:lead], *count, self.rank, *weight.shape[cut:])
         a = nn.Parameter(torch.empty(shape, **make))
@@ -160,8 +161,8 @@ class LoraAdapter(nn.Module):
         if lead:
             return
         parts = {"part_dim": 0, "parts": (1,) * len(sizes)} if count else {}
-        mark_matrix(a, MatrixSpec(in_dims=self._matrix.in_dims, **parts))
-        parts = {"part_dim": self._matrix.part_dim, "parts": tuple(sizes)} if count else {}
+        mark_matrix(a, MatrixSpec(in_dims=self.matrix.in_dims, **parts))
+        parts = {"part_dim": self.matrix.part_dim, "parts": tuple(sizes)} if count else {}
         mark_matrix(b, MatrixSpec(**parts))
 
     @property
@@ -182,13 +183,13 @@ class LoraAdapter(nn.Module):
     def _inputs(self) -> list[tuple[int, int, int]]:
         """Return this rank's size of each input dim, the ranks that split it and its index."""
         weight = self.layer.weight
-        dims = range(weight.dim() - self._matrix.in_dims, weight.dim())
+        dims = range(weight.dim() - self.matrix.in_dims, weight.dim())
         return [(weight.shape[dim], *self.layer.ranks_of(dim)) for dim in dims]
 
     def _draw(self) -> None:
         """Fill this rank's part of A."""
         first = [(n, *self.layer.ranks_of(i)) for i, n in enumerate(self.a.shape[: self._lead])]
-        middle = [(n, 1, 0) for n in self.a.shape[self._lead : self.a.dim() - self._matrix.in_dims]]
+        middle = [(n, 1, 0) for n in self.a.shape[self._lead : self.a.dim() - self.matrix.in_dims]]
         index = _global_index([*first, *middle, *self._inputs()], self.a.device)
         with torch.no_grad():
             uniform = random_uniform(self._key, index, dtype=torch.float64)
@@ -246,15 +247,15 @@ class LoraAdapter(nn.Module):
         if self.training and self.dropout > 0:
             x = self._drop(x)
         lead = self._lead
-        parts = lora_parts(self.a, self.b, self._matrix, self.parts)
-        stacked = self.a.flatten(self.a.dim() - self._matrix.in_dims).flatten(lead, -2)
+        parts = lora_parts(self.a, self.b, self.matrix, self.parts)
+        stacked = self.a.flatten(self.a.dim() - self.matrix.in_dims).flatten(lead, -2)
         bs = [b.flatten(lead, -2) for _, _, b in parts]
         found = self.layer.low_rank((x, *rest, *settings.values()), stacked, bs)
         outs = [
             (part, b.shape[lead:-1], own) for (part, _, b), own in zip(parts, found, strict=True)
         ]
         pieces = {part: own.view(*own.shape[:-1], *sizes) for part, sizes, own in outs}
-        total = _joined(pieces, self._matrix, at=found[0].dim() - 1)
+        total = _joined(pieces, self.matrix, at=found[0].dim() - 1)
         return y + self.scale * total.view_as(y)
 
     def delta(self) -> Tensor:
@@ -263,7 +264,7 @@ class LoraAdapter(nn.Module):
         Shape:
             As the layer's weight.
         """
-        given = self.a, self.b, self._matrix, self.parts
+        given = self.a, self.b, self.matrix, self.parts
         return lora_delta(*given, scale=self.scale, lead=self._lead).view_as(self.layer.weight)
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from mt_model import VOCABULARY, ModelConfig, StackConfig
 from torch import Tensor
 
 from mt_hf.family.error import ExchangeError
+from mt_hf.reading.adapted import open_adapted
 from mt_hf.reading.files import read_config
 from mt_hf.reading.finite import check_finite
 from mt_hf.reading.pretrained import Pretrained, open_pretrained, stored_dtype
@@ -127,13 +128,19 @@ def open_checkpoint(
     if like is None and run.hugging_face.is_dir():
         like = run.hugging_face
     prefix = RunFolder.EMA if ema else RunFolder.WEIGHTS
-    with open_arrays(source) as arrays:
+    with ExitStack() as stack:
+        arrays = stack.enter_context(open_arrays(source))
         saved = arrays.manifest.metadata_as(SavedModel)
         config = StackConfig.from_dict(saved.model)
+        adapted = None
         told = None if like is None else stored_dtype(read_config(Path(like)))
         stored = _stored(arrays, prefix)
         if not stored:
             raise ExchangeError(f"{arrays.path} has no {prefix}; give a checkpoint that has")
+        weights = _stored(arrays, RunFolder.WEIGHTS)
+        if saved.adapters is not None:
+            adapted = stack.enter_context(open_adapted(arrays, saved, ema=ema))
+            stored = weights = adapted.dtypes
         if dtype is None and told not in stored.values():
             dtype = told  # training keeps wider weights than the folder had
         export = plan_export(
@@ -141,7 +148,7 @@ def open_checkpoint(
             like=None if like is None else Path(like),
             family=family,
             dtype=dtype,
-            dtypes={**_stored(arrays, RunFolder.WEIGHTS), **stored},
+            dtypes={**weights, **stored},
             file_size=file_size,
         )
         if saved.tokenizer is not None and run.tokenizer.is_file():
@@ -152,7 +159,10 @@ def open_checkpoint(
                 shape = export.shapes[link.target]
                 starts = tuple(start for start, _ in link.area(shape))
                 window = link.window(into, shape)
-                place = prefix if link.target in stored else RunFolder.WEIGHTS  # of buffers
+                if adapted is not None:
+                    adapted.fill(link.target, window, starts)
+                    continue
+                place = prefix if link.target in stored else RunFolder.WEIGHTS  # frozen
                 _fill(arrays, f"{place}/{link.target}", window, shape, starts)
 
         yield export, fill

@@ -344,8 +344,10 @@ class _Paths:
 
     def resolved(self, name: str, section: Any) -> Any:
         """Return a section with the paths of its `path_field`s absolute."""
+        if section is None:
+            return None
         paths = {}
-        for item in dataclasses.fields(section) if section is not None else ():
+        for item in dataclasses.fields(section):
             value, field = getattr(section, item.name), f"{name}.{item.name}"
             if PATH not in item.metadata or value is None:
                 continue

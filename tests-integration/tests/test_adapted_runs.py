@@ -1,0 +1,133 @@
+"""Adapters train on every layout as on one rank, and the run is read, served and exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from mt_hf import export_checkpoint, from_pretrained, save_pretrained
+from mt_infer import load_run
+from mt_model import GPT, MoEConfig, gpt
+from mt_parallel_state import ParallelLayout, ParallelState
+
+SIZES = {
+    "vocab_size": 391,
+    "hidden_size": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_sequence_length": 64,
+    "init_std": 0.1,
+}
+MODELS = {
+    "llama": (gpt(**SIZES, ffn_size=64), "lora={rank: 3, alpha: 6, dropout: 0.1}"),
+    "qwen3": (gpt(**SIZES, ffn_size=64, qk_norm="head"), "lora={rank: 3, alpha: 6}"),
+    "mixtral": (
+        gpt(**SIZES, moe=MoEConfig(num_experts=4, ffn_size=32, top_k=2), tied=False),
+        "lora={rank: 3, alpha: 6, layers: ['*.mixer.*', '*.experts.*']}",
+    ),
+}
+LAYOUTS = {
+    "tp2": (2, "parallel.tp=2"),
+    "sequence": (2, "parallel.tp=2", "parallel.sequence_parallel=true"),
+    "tp2pp2": (4, "parallel.tp=2", "parallel.pp=2", "training.micro_batch_size=4"),
+    "cp2": (2, "parallel.cp=2"),
+    "zero1": (2, "data_parallel.strategy=optimizer", "training.micro_batch_size=4"),
+    "zero3": (2, "data_parallel.strategy=full", "training.micro_batch_size=4"),
+    "zb": (2, "parallel.pp=2", "pipeline.schedule=zb-h1", "training.micro_batch_size=2"),
+    "recompute": (1, "training.recompute=full"),
+}
+OF_EXPERTS = {
+    "ep2": (2, "parallel.ep=2", "training.micro_batch_size=4"),
+    "etp2": (2, "parallel.tp=2", "parallel.etp=2"),
+    "ep2tp2": (4, "parallel.ep=2", "parallel.tp=2", "training.micro_batch_size=4"),
+}
+GRID = [
+    *((model, layout) for model in MODELS for layout in LAYOUTS),
+    *(("mixtral", layout) for layout in OF_EXPERTS),
+]
+SAMPLE = {("llama", "tp2pp2"), ("mixtral", "ep2"), ("mixtral", "etp2"), ("llama", "sequence")}
+
+
+@pytest.fixture(scope="module")
+def started(tiny, tmp_path_factory):
+    """Runs of adapters on a folder of each model, by its name."""
+    folder = tmp_path_factory.mktemp("bases")
+    found = {}
+    for name, (config, lora) in MODELS.items():
+        save_pretrained(GPT(config, seed=5, dtype=torch.float64), folder / name, family=name)
+        given = yaml.safe_load(tiny.config.read_text())
+        shutil.copy(given["data"].pop("tokenizer"), folder / name / "tokenizer.json")
+        given["model"] = {"from": str(folder / name)}
+        given["training"] |= {"dtype": "fp64", "steps": 4}
+        given["optimizer"] = {"lr": 0.02, "warmup": 1, "ema": 0.9}
+        given |= yaml.safe_load(lora.replace("lora=", "lora: ", 1))
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(given))
+        found[name] = dataclasses.replace(tiny, config=path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def one_rank(started, tmp_path_factory):
+    """The run of a model on one rank, once."""
+    known: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name not in known:
+            known[name] = started[name].train(tmp_path_factory.mktemp(name) / "run")
+        return known[name]
+
+    return run
+
+
+@pytest.mark.parametrize(("model", "layout"), [
+    pytest.param(*each, marks=() if each in SAMPLE else pytest.mark.campaign, id="-".join(each))
+    for each in GRID
+])  # fmt: skip
+def test_every_layout_trains_the_same_adapters(
+    started, one_rank, losses, arrays, tmp_path, model, layout
+) -> None:
+    nproc, *overrides = (LAYOUTS | OF_EXPERTS)[layout]
+    run = started[model].train(tmp_path / "run", *overrides, nproc=nproc)
+    expected = losses(one_rank(model))
+    assert losses(run) == pytest.approx(expected, rel=1e-10)
+    assert len(set(expected.values())) == 4
+    found, wanted = arrays(run, 4), arrays(one_rank(model), 4)
+    assert found.keys() == wanted.keys()
+    assert all(".lora." in name for name in found)
+    for name, array in wanted.items():
+        assert found[name] == pytest.approx(array, rel=1e-6, abs=1e-8), name
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("ema", [False, True])
+def test_a_run_of_adapters_is_read_and_exported_merged(one_rank, tmp_path, model, ema) -> None:
+    run = one_rank(model)
+    state = ParallelState(ParallelLayout())
+    loaded = load_run(run, state, dtype="fp64", ema=ema).model
+    base = from_pretrained(Path(yaml.safe_load((run / "config.yaml").read_text())["model"]["from"]))
+    export_checkpoint(run, tmp_path / "out", dtype=torch.float64, ema=ema)
+    tokens = torch.arange(32)[None] * 7 % 384
+    with torch.no_grad():
+        expected = from_pretrained(tmp_path / "out")(tokens)
+        found = loaded(tokens)[..., : expected.shape[-1]]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert (base.double()(tokens) - expected).abs().max() > 1e-3
+
+
+def test_frozen_runs_are_read_with_their_average(started, tmp_path) -> None:
+    settings = ("lora=null", "training.freeze=['layers.0.*', embedding.*]")
+    run = started["llama"].train(tmp_path / "run", *settings)
+    state = ParallelState(ParallelLayout())
+    loaded = load_run(run, state, dtype="fp64", ema=True).model
+    export_checkpoint(run, tmp_path / "out", dtype=torch.float64, ema=True)
+    tokens = torch.arange(32)[None] * 7 % 384
+    with torch.no_grad():
+        expected = from_pretrained(tmp_path / "out")(tokens)
+        found = loaded(tokens)[..., : expected.shape[-1]]
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
