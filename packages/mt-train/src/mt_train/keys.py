@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from mt_files import describe, did_you_mean, hints_of
 from mt_model import FIELDS
@@ -56,7 +56,10 @@ class Section:
 def sections() -> tuple[Section, ...]:
     """Return all sections, as the dataclasses have them."""
     hints, meanings = hints_of(RunConfig), _docstring(RunConfig)[1]
-    found = [_section(n, hint) for n, hint in hints.items() if dataclasses.is_dataclass(hint)]
+    kinds = {n: (hint, *get_args(hint)) for n, hint in hints.items()}  # a section may be null
+    found = [
+        _section(n, each) for n in kinds for each in kinds[n] if dataclasses.is_dataclass(each)
+    ]
     plugins = Key(
         name="plugins",
         type=describe(hints["plugins"]),
