@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mt_data.datasets.spans import SpanCorruption as SpanCorruption
     from mt_data.datasets.spans import SpanDataset as SpanDataset
     from mt_data.datasets.spans import SpanVocabulary as SpanVocabulary
+    from mt_data.documents.parts import Part as Part
     from mt_data.documents.reader import Document as Document
     from mt_data.documents.reader import read_documents as read_documents
     from mt_data.documents.reader import standard_library_sources as standard_library_sources
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from mt_data.documents.split import split_documents as split_documents
     from mt_data.documents.split import split_files as split_files
     from mt_data.documents.split import split_ranges as split_ranges
+    from mt_data.merge import merge_datasets as merge_datasets
     from mt_data.storage.writer import IndexedWriter as IndexedWriter
 else:
     # Resolved at first use, so that an import stays light.

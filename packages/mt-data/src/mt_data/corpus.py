@@ -13,7 +13,7 @@ from mt_tokenizer import Encoder, Tokenizer, load_tokenizer
 from numpy.typing import NDArray
 
 from mt_data.datasets.windows import TokenRanges
-from mt_data.documents.reader import Document
+from mt_data.documents.reader import Document, DocumentReader
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import token_dtype
 from mt_data.storage.indexed import IndexedDataset
@@ -62,7 +62,8 @@ def build_corpus(
     both data files. Documents stay in order; empty ones are left out and counted.
 
     Args:
-        documents: The documents to write; read once, in batches.
+        documents: The documents to write; read once, in batches. Of a reader of one part of a
+            source the part is recorded, for `merge_datasets`, and may be empty.
         out_prefix: Path without ending.
         tokenizer: The tokenizer. Its vocabulary decides the width of a stored token, and it is kept
             as `<prefix>.tokenizer.json` (or `.model`).
@@ -77,12 +78,13 @@ def build_corpus(
     encoder = encoder or Encoder(tokenizer)
     build = _Build(tokenizer, append_eod=append_eod)
     dtype = token_dtype(tokenizer.vocab_size)
+    part = documents.part if isinstance(documents, DocumentReader) else None
     with IndexedWriter(out_prefix, dtype, overwrite=overwrite) as writer:
         for text_bytes, (ids, counts) in encoder.stream(build.batches(documents)):
             build.write(writer, text_bytes, ids, counts)
             if on_progress is not None:
                 on_progress(build.stats(writer))
-        if writer.num_documents == 0:
+        if writer.num_documents == 0 and part is None:
             raise _no_text(Path(out_prefix).name, build.empty, build.first_empty)
         stats = build.stats(writer)
         kept = f".tokenizer{tokenizer.suffix}"
@@ -96,6 +98,7 @@ def build_corpus(
                 "vocab_size": tokenizer.vocab_size,
                 "eod_token": tokenizer.eod_token,
                 "eod_id": tokenizer.eod_id,
+                **({} if part is None else {"part": part}),
             },
             beside={kept: tokenizer.to_bytes()},
         )

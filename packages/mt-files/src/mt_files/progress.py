@@ -24,23 +24,32 @@ class Progress:
         self._last = 0.0
         self._width = 0
 
-    def update(self, what: str, done: int, total: int | None, *, tokens: int | None = None) -> None:
-        """Show the bytes that are done, with the time left, and the tokens made with their speed.
+    def update(
+        self,
+        what: str,
+        done: int,
+        total: int | None,
+        *,
+        tokens: int | None = None,
+        unit: str = "B",
+    ) -> None:
+        """Show what is done, with the time left, and the tokens made with their speed.
 
         Args:
             what: The work, such as `encoding`.
-            done: Bytes that are done.
-            total: Bytes in all, if known.
-            tokens: Number of tokens made of them, if there are any.
+            done: How much is done, in bytes or another unit.
+            total: How much there is in all, if known.
+            tokens: Number of tokens made of it, if there are any.
+            unit: Name of the unit.
         """
         now = time.monotonic()
         if not self.shown or now - self._last < _EVERY:
             return
         self._last = now
         seconds = max(now - self._begin, 1e-9)
-        text = f"{what}: {_short(done)}B"
+        text = f"{what}: {_short(done)}{unit}"
         if total:
-            text = f"{what}: {done / total:4.0%} of {_short(total)}B"
+            text = f"{what}: {done / total:4.0%} of {_short(total)}{unit}"
         if tokens is not None:
             text += f", {_short(tokens)} tokens, {_short(tokens / seconds)} a second"
         if total and done:

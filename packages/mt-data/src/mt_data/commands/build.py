@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mt_files import Progress, say
-from mt_tokenizer import Encoder, Tokenizer, load_tokenizer, train_tokenizer
+from mt_tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
-from mt_data.corpus import build_corpus
-from mt_data.documents.reader import Document, DocumentReader, Format, read_documents
+from mt_data.commands.building import Recipe, Skipped
+from mt_data.commands.parts import build_in_parts, in_processes, on_ray
+from mt_data.documents.parts import Part
+from mt_data.documents.reader import Format
 from mt_data.documents.source import STANDARD_INPUT
-from mt_data.error import DataError, DataFileError
+from mt_data.error import DataError
 from mt_data.storage.indexed import check_prefix
 from mt_data.storage.writer import check_free
-
-SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,12 @@ class Build:
         format: Format of the files: auto (by their names), jsonl, json, text or parquet.
         skip_bad: Skip unreadable lines and files, and count them.
         overwrite: Replace a dataset of that name, unless it is in use.
-        workers: Number of processes that encode.
+        workers: Number of processes that encode, or that build parts.
+        part: Build one of several equal parts, such as 3/16, on one of several machines; `mt-data
+            merge` joins them.
+        parts: Build in so many parts, kept in OUT.parts until all are built: a build that was
+            killed goes on with those that are missing.
+        on: Where parts are built: in processes, or on a Ray cluster that shares the file system.
         progress: Show progress even if standard error is not a terminal.
     """
 
@@ -54,62 +59,50 @@ class Build:
     skip_bad: bool = False
     overwrite: bool = False
     workers: int = 1
+    part: str | None = None
+    parts: int | None = None
+    on: Literal["processes", "ray"] = "processes"
     progress: bool = False
 
     def run(self) -> None:
         """Run the command."""
         if self.out is None or not self.sources:
             raise DataError("sources and --out are required: mt-data build SOURCE ... --out PREFIX")
+        if self.part is not None and (self.parts is not None or self.tokenizer is None):
+            raise DataError(
+                "--part builds one part of several, all with the same --tokenizer; --parts builds "
+                "all of them here"
+            )
+        if self.on != "processes" and self.parts is None:
+            raise DataError("--on says where --parts are built; give their number")
         check_free(check_prefix(self.out), overwrite=self.overwrite)
         progress = Progress(shown=self.progress or None)
-        tokenizer = self._tokenizer(progress)
-        skipped = _Skipped()
-        reader = self._reader(skipped)
-        try:
-            with Encoder(tokenizer, workers=self.workers) as encoder:
-                stats = build_corpus(
-                    self._some(reader, skipped),
-                    self.out,
-                    tokenizer,
-                    overwrite=self.overwrite,
-                    encoder=encoder,
-                    on_progress=lambda stats: progress.update(
-                        "encoding", reader.read_bytes, reader.total_bytes, tokens=stats.tokens
-                    ),
-                )
-        finally:
-            progress.clear()
-        skipped.say()
-        say(f"{self.out}.bin, .idx: {stats.documents} documents, {stats.tokens} tokens")
-        say(f"{stats.bytes} bytes of text, {stats.bytes_per_token:.3f} bytes per token")
-        say(f"left out: {stats.empty_documents} empty, {skipped.count} unreadable")
-        say(f"documents end with {tokenizer.eod_token} (id {tokenizer.eod_id})")
-        why = "" if encoder.obstacle is None else f"; not by gigatoken: {encoder.obstacle}"
-        say(f"encoded by {encoder.library}{why}")
-
-    def _reader(self, skipped: _Skipped) -> DocumentReader:
-        return read_documents(
-            self.sources,
+        recipe = Recipe(
+            out=self.out,
+            sources=self.sources,
             key=self.key,
             glob=self.glob,
             format=self.format,
-            on_error=skipped.add if self.skip_bad else None,
+            skip_bad=self.skip_bad,
+            workers=self.workers,
+            overwrite=self.overwrite,
+            part=None if self.part is None else Part.parse(self.part),
         )
+        tokenizer = self._tokenizer(recipe, progress)
+        if self.parts is None:
+            built = recipe.build(tokenizer, progress)
+        else:
+            run = on_ray if self.on == "ray" else in_processes
+            built = build_in_parts(recipe, self.parts, run, tokenizer, progress)
+        built.skipped.say()
+        stats = built.stats
+        say(f"{self.out}.bin, .idx: {stats.documents} documents, {stats.tokens} tokens")
+        say(f"{stats.bytes} bytes of text, {stats.bytes_per_token:.3f} bytes per token")
+        say(f"left out: {stats.empty_documents} empty, {built.skipped.count} unreadable")
+        say(f"documents end with {tokenizer.eod_token} (id {tokenizer.eod_id})")
+        say(f"encoded by {built.encoder}")
 
-    def _some(self, documents: DocumentReader, skipped: _Skipped) -> Iterator[Document]:
-        first = next(documents, None)
-        name = " ".join(str(source) for source in self.sources)
-        if first is None and skipped.count:
-            raise DataError(
-                f"{name}: has no readable document; the first of {skipped.count} skipped is "
-                f"{skipped.first[0]}"
-            )
-        if first is None:
-            raise DataError(f"{name}: has no document; give a source with text")
-        yield first
-        yield from documents
-
-    def _tokenizer(self, progress: Progress) -> Tokenizer:
+    def _tokenizer(self, recipe: Recipe, progress: Progress) -> Tokenizer:
         if self.tokenizer is not None:
             return load_tokenizer(self.tokenizer, eod=self.eod)
         if self.eod is not None:
@@ -119,11 +112,11 @@ class Build:
                 "standard input can be read only once, but training a tokenizer reads it too; "
                 "give a tokenizer with --tokenizer"
             )
-        skipped = _Skipped()
-        reader = self._reader(skipped)
+        skipped = Skipped()
+        reader = recipe.reader(skipped)
 
         def texts() -> Iterator[str]:
-            for document in self._some(reader, skipped):
+            for document in recipe.some(reader, skipped):
                 progress.update("learning the tokenizer", reader.read_bytes, reader.total_bytes)
                 yield document.text
 
@@ -131,22 +124,3 @@ class Build:
             return train_tokenizer(texts(), self.vocab_size, pattern=self.pattern)
         finally:
             progress.clear()
-
-
-class _Skipped:
-    """The number of skipped lines and files, and the errors of the first few."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first: list[DataFileError] = []
-
-    def add(self, error: DataFileError) -> None:
-        self.count += 1
-        if len(self.first) < SHOWN:
-            self.first.append(error)
-
-    def say(self) -> None:
-        for error in self.first:
-            say(f"skipped {error}", stream=sys.stderr)
-        if self.count > len(self.first):
-            say(f"skipped {self.count - len(self.first)} more", stream=sys.stderr)

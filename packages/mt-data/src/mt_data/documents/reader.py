@@ -7,13 +7,15 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
 from mt_files import listed, require, shorten
 
-from mt_data.documents.source import Source, SourceFile, decompressed, find_files
+from mt_data.documents.parts import Part, cut, digest_of
+from mt_data.documents.source import COMPRESSED, Source, SourceFile, decompressed, find_files
 from mt_data.error import DataError, DataFileError
 
 MAX_LINE = 1 << 28
@@ -63,6 +65,7 @@ def read_documents(
     format: Format = "auto",
     encoding_errors: Literal["strict", "replace"] = "strict",
     on_error: OnError | None = None,
+    part: Part | None = None,
 ) -> DocumentReader:
     """Read documents from files, folders, globs or standard input, in a fixed order.
 
@@ -81,9 +84,13 @@ def read_documents(
         encoding_errors: "replace" inserts U+FFFD for bytes that are not UTF-8.
         on_error: Function to call with each bad line or file, which is then skipped; None raises
             instead.
+        part: The share of the source to read; the documents of all parts in their order are those
+            of the source. Files of JSON lines are cut between lines; a compressed file, and one of
+            another format, belongs to one part as a whole.
 
     Raises:
-        DataError: The glob is not a pattern for files of a folder, or no file matches it.
+        DataError: The glob is not a pattern for files of a folder, or no file matches it; standard
+            input is to be read in parts.
         DataFileError: A line or file cannot be read; names the file, the line and the reason.
         FileNotFoundError: There is no such file or folder.
     """
@@ -93,7 +100,14 @@ def read_documents(
         raise DataError(f"format is {shorten(format)}; choose one of {', '.join(get_args(Format))}")
     policy = _Policy(key=key, encoding_errors=encoding_errors, on_error=on_error)
     # The files are found here and not in the iterator, so that a wrong path fails at the call.
-    return DocumentReader(find_files(source, glob), format, policy)
+    files = find_files(source, glob)
+    if part is None:
+        return DocumentReader(files, format, policy)
+    if any(file.path is None for file in files):
+        raise DataError("standard input can't be read in parts; give files")
+    mine = cut(files, part, partial(_is_cut_by_lines, format=format))
+    sources = digest_of(files, key, format, encoding_errors)
+    return DocumentReader(mine, format, policy, {**asdict(part), "sources": sources})
 
 
 class DocumentReader(Iterator[Document]):
@@ -102,15 +116,25 @@ class DocumentReader(Iterator[Document]):
     Attributes:
         files: The files to read.
         total_bytes: Size of all files on disk; None if standard input is one of them.
+        part: Which part of a source this is: its number, the count of parts, and a digest of all
+            files of the source, by which the parts are known to fit together. None if it is all.
     """
 
-    def __init__(self, files: list[SourceFile], format: Format, policy: _Policy) -> None:
-        self.files = files
+    def __init__(
+        self,
+        files: list[SourceFile],
+        format: Format,
+        policy: _Policy,
+        part: dict[str, int | str] | None = None,
+    ) -> None:
+        self.files, self.part = files, part
         known = all(file.path is not None for file in files)
         self.total_bytes = sum(file.size for file in files) if known else None
-        self._format, self._policy = format, policy
+        self._format: Format = format
+        self._policy = policy
         self._finished = 0
         self._current: BinaryIO | None = None
+        self._begin = 0
         self._documents = self._read()
 
     def __iter__(self) -> DocumentReader:
@@ -124,7 +148,7 @@ class DocumentReader(Iterator[Document]):
         """Number of bytes read from the files on disk so far."""
         position = 0
         if self._current is not None and not self._current.closed and self._current.seekable():
-            position = self._current.tell()
+            position = max(0, self._current.tell() - self._begin)
         return self._finished + position
 
     def _read(self) -> Iterator[Document]:
@@ -138,19 +162,20 @@ class DocumentReader(Iterator[Document]):
             self._finished += size
 
     def _read_file(self, source: SourceFile) -> Iterator[Document]:
-        default = "jsonl" if source.path is None else _ENDINGS.get(source.ending, "text")
-        kind = default if self._format == "auto" else self._format
+        kind = _format_of(source, self._format)
         name, policy = source.name, self._policy
         with ExitStack() as stack:
             file = source.open()
             if source.path is not None:
                 stack.enter_context(file)
-            self._current = file
+            self._current, self._begin = file, source.begin
             content = stack.enter_context(decompressed(file, name))
             if kind == "text":
                 yield _read_text(content, name, policy)
                 return
             values, text_of = _RECORDS[kind]
+            if source.end is not None:
+                values = partial(_lines, begin=source.begin, end=source.end)
             for number, value in values(content, name, policy):
                 where = f"{name}:{number}"
                 try:
@@ -170,9 +195,23 @@ def _read_text(file: BinaryIO, name: str, policy: _Policy) -> Document:
     return Document(path=name, text=_decode(content, name, policy))
 
 
-def _lines(file: BinaryIO, name: str, _: _Policy) -> Iterator[tuple[int, bytes]]:
-    number = 0
-    while line := file.readline(MAX_LINE + 1):
+def _format_of(source: SourceFile, format: Format) -> str:
+    if format != "auto":
+        return format
+    return "jsonl" if source.path is None else _ENDINGS.get(source.ending, "text")
+
+
+def _is_cut_by_lines(source: SourceFile, *, format: Format) -> bool:
+    whole = source.name.lower().endswith(COMPRESSED)
+    return not whole and _format_of(source, format) == "jsonl"
+
+
+def _lines(
+    file: BinaryIO, name: str, _: _Policy, *, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank and begin in bytes [begin, end), with their numbers."""
+    number = _skip_lines(file, begin)
+    while (end is None or file.tell() < end) and (line := file.readline(MAX_LINE + 1)):
         number += 1
         if len(line) > MAX_LINE:
             raise DataFileError(f"{name}:{number}", f"the line is longer than {MAX_LINE} bytes")
@@ -181,6 +220,20 @@ def _lines(file: BinaryIO, name: str, _: _Policy) -> Iterator[tuple[int, bytes]]
         line = line.rstrip(b"\r\n")
         if line.strip():
             yield number, line
+
+
+def _skip_lines(file: BinaryIO, begin: int) -> int:
+    """Go to the first line that begins at byte `begin` or behind it; return how many are before."""
+    count = 0
+    left = begin - 1
+    while left > 0 and (content := file.read(min(left, _CHUNK))):
+        count += content.count(b"\n")
+        left -= len(content)
+    if begin:  # the line of byte begin - 1, which may be its end alone
+        while (content := file.readline(_CHUNK)) and not content.endswith(b"\n"):
+            pass
+        count += 1
+    return count
 
 
 def _line_text(line: bytes, where: str, policy: _Policy) -> str:

@@ -28,11 +28,16 @@ class SourceFile:
         path: Path of the file; None for standard input.
         name: Name of the file in documents and messages.
         within: The folder in which it was found, which links must not leave.
+        begin: Of a file of lines that is read in parts, the byte where the part begins.
+        end: The byte where it ends: the part has the lines that begin in [begin, end). None means
+            the whole file.
     """
 
     path: Path | None
     name: str
     within: Path | None = None
+    begin: int = 0
+    end: int | None = None
 
     @property
     def ending(self) -> str:
@@ -44,7 +49,9 @@ class SourceFile:
 
     @property
     def size(self) -> int:
-        """Number of bytes on disk; 0 if unknown."""
+        """Number of bytes to read from disk; 0 if unknown."""
+        if self.end is not None:
+            return self.end - self.begin
         try:
             return 0 if self.path is None else self.path.stat().st_size
         except OSError:

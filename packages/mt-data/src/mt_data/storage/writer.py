@@ -18,9 +18,10 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mt_data.error import DataError
 from mt_data.storage.index import Index, storable_dtype
-from mt_data.storage.indexed import check_prefix
+from mt_data.storage.indexed import IndexedDataset, check_prefix
 
 MAX_SEQUENCE = 2**31 - 1
+COPIED = 1 << 20  # tokens of another dataset at a time
 
 
 class IndexedWriter:
@@ -139,14 +140,30 @@ class IndexedWriter:
             raise DataError(f"lengths must lie in [0, {MAX_SEQUENCE}]")
         if counts.sum() != len(flat):
             raise DataError(f"lengths sum to {counts.sum()}, but there are {len(flat)} tokens")
-        if self._boundaries[-1] != len(self._lengths):
-            raise DataError(f"{self.prefix}: call end_document before adding other documents")
+        self._require_ended("adding other documents")
         first = len(self._lengths) + 1
         self._write(self._stored(flat))
         self._lengths.frombytes(counts.astype(np.int32).tobytes())
         self._modes.frombytes(bytes(len(counts)))
         ends = np.arange(first, first + len(counts), dtype=np.int64)
         self._boundaries.frombytes(ends.tobytes())
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Append all documents of another dataset, which must store the same dtype."""
+        if dataset.dtype != self.dtype or self.multimodal != dataset.multimodal:
+            raise DataError(
+                f"{dataset.prefix} stores {dataset.dtype.name} (multimodal: {dataset.multimodal}), "
+                f"but {self.prefix} is of {self.dtype.name} (multimodal: {self.multimodal}); "
+                "build one of them anew"
+            )
+        self._require_ended("adding a dataset")
+        for start in range(0, dataset.num_tokens, COPIED):
+            self._write(dataset.stream(start, min(COPIED, dataset.num_tokens - start)))
+        ends = dataset.document_index[1:] + len(self._lengths)
+        modes = np.zeros(len(dataset), np.int8) if dataset.modes is None else dataset.modes
+        self._lengths.frombytes(dataset.lengths.astype(np.int32).tobytes())
+        self._modes.frombytes(modes.tobytes())
+        self._boundaries.frombytes(ends.astype(np.int64).tobytes())
 
     def finalize(
         self,
@@ -162,11 +179,7 @@ class IndexedWriter:
                 `.tokenizer.json`.
         """
         self._require_open()
-        if self._boundaries[-1] != len(self._lengths):
-            raise DataError(
-                f"{self.prefix}: {len(self._lengths) - self._boundaries[-1]} sequences belong to "
-                "no document; call end_document before finalize"
-            )
+        self._require_ended("finalize")
         index = Index.build(
             self.dtype,
             np.array(self._lengths, np.int32),
@@ -208,6 +221,13 @@ class IndexedWriter:
         if not self._file.closed:
             with contextlib.suppress(_DiscardedError):
                 self._stack.__exit__(_DiscardedError, _DiscardedError(), None)
+
+    def _require_ended(self, before: str) -> None:
+        if open_sequences := len(self._lengths) - self._boundaries[-1]:
+            raise DataError(
+                f"{self.prefix}: {open_sequences} sequences belong to no document; call "
+                f"end_document before {before}"
+            )
 
     def _stored(self, tokens: ArrayLike) -> NDArray:
         values = np.asarray(tokens)

@@ -1,0 +1,120 @@
+"""The building of a dataset, or of a part of one, in this process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_files import Progress, say
+from mt_tokenizer import Encoder, Tokenizer
+
+from mt_data.corpus import CorpusStats, build_corpus
+from mt_data.documents.parts import Part
+from mt_data.documents.reader import Document, DocumentReader, Format, read_documents
+from mt_data.error import DataError, DataFileError
+
+SHOWN = 20
+
+
+class Skipped:
+    """The number of skipped lines and files, and the errors of the first few."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: list[DataFileError] = []
+
+    def add(self, error: DataFileError) -> None:
+        """Count one, and keep its error if it is of the first."""
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append(error)
+
+    def join(self, other: Skipped) -> None:
+        """Count what another part skipped."""
+        self.count += other.count
+        self.first += other.first[: SHOWN - len(self.first)]
+
+    def say(self) -> None:
+        """Name the first ones on standard error."""
+        for error in self.first:
+            say(f"skipped {error}", stream=sys.stderr)
+        if self.count > len(self.first):
+            say(f"skipped {self.count - len(self.first)} more", stream=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What a build did.
+
+    Attributes:
+        stats: Counts of the dataset.
+        skipped: What was skipped.
+        encoder: The library that encoded.
+    """
+
+    stats: CorpusStats
+    skipped: Skipped
+    encoder: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is read and written, and how; see `mt_data.commands.build.Build`."""
+
+    out: Path
+    sources: tuple[str, ...]
+    key: str
+    glob: str
+    format: Format
+    skip_bad: bool
+    workers: int
+    overwrite: bool
+    part: Part | None = None
+
+    def reader(self, skipped: Skipped) -> DocumentReader:
+        """Open the sources, or the part of them."""
+        return read_documents(
+            self.sources,
+            key=self.key,
+            glob=self.glob,
+            format=self.format,
+            on_error=skipped.add if self.skip_bad else None,
+            part=self.part,
+        )
+
+    def some(self, documents: DocumentReader, skipped: Skipped) -> Iterator[Document]:
+        """Yield the documents; refuse a source that has none."""
+        first = next(documents, None)
+        name = " ".join(self.sources)
+        if first is None and skipped.count:
+            raise DataError(
+                f"{name}: has no readable document; the first of {skipped.count} skipped is "
+                f"{skipped.first[0]}"
+            )
+        if first is None:
+            raise DataError(f"{name}: has no document; give a source with text")
+        yield first
+        yield from documents
+
+    def build(self, tokenizer: Tokenizer, progress: Progress) -> Built:
+        """Build the dataset, or the part, with so many workers that encode."""
+        skipped = Skipped()
+        reader = self.reader(skipped)
+        try:
+            with Encoder(tokenizer, workers=self.workers) as encoder:
+                stats = build_corpus(
+                    self.some(reader, skipped) if self.part is None else reader,
+                    self.out,
+                    tokenizer,
+                    overwrite=self.overwrite,
+                    encoder=encoder,
+                    on_progress=lambda stats: progress.update(
+                        "encoding", reader.read_bytes, reader.total_bytes, tokens=stats.tokens
+                    ),
+                )
+        finally:
+            progress.clear()
+        why = "" if encoder.obstacle is None else f"; not by gigatoken: {encoder.obstacle}"
+        return Built(stats=stats, skipped=skipped, encoder=f"{encoder.library}{why}")

@@ -1,0 +1,199 @@
+"""Parts of a build, on several processes and machines, joined into what one process writes."""
+
+import contextlib
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mt_data import IndexedDataset, Part, build_corpus, merge_datasets, read_documents
+from mt_data.cli import main
+from mt_tokenizer import load_tokenizer, train_tokenizer
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "—", "naïve", "日本"]
+ENDINGS = ("bin", "idx", "json", "tokenizer.json")
+
+
+def text(draw):
+    return " ".join(draw.choices(WORDS, k=draw.randrange(0, 60)))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Files of each kind: long lines, no newline at the end, an empty file, texts, an array."""
+    folder = tmp_path_factory.mktemp("source") / "texts"
+    folder.mkdir()
+    draw = random.Random(5)
+    lines = [json.dumps({"text": text(draw)}, ensure_ascii=False) for _ in range(150)]
+    lines[40] = json.dumps({"text": text(draw) * 60}, ensure_ascii=False)
+    (folder / "a.jsonl").write_text("\n".join(lines[:100]) + "\n\n\r\n", encoding="utf-8-sig")
+    (folder / "b.jsonl").write_text("\n".join(lines[100:]))
+    (folder / "c.jsonl").touch()
+    (folder / "d.json").write_text(json.dumps([{"text": text(draw)} for _ in range(20)]))
+    for number in range(4):
+        (folder / f"e{number}.txt").write_text(text(draw) or "x")
+    (folder / "f.jsonl").touch()
+    train_tokenizer([text(draw) for _ in range(50)], 300).save(folder.parent / "tok.json")
+    return folder
+
+
+@pytest.fixture
+def places(source, tmp_path):
+    return {"source": source, "tok": source.parent / "tok.json", "out": tmp_path}
+
+
+@pytest.fixture
+def command(places, capsys):
+    def run(line):
+        code = 0
+        try:
+            main(shlex.split(line.format(**places)))
+        except SystemExit as stop:
+            code = stop.code
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def content(prefix):
+    return {ending: Path(f"{prefix}.{ending}").read_bytes() for ending in ENDINGS}
+
+
+@pytest.mark.parametrize("count", [1, 3, 16, 400])
+def test_parts_hold_each_document_once_and_in_order(source, count):
+    whole = [(document.path, document.line, document.text) for document in read_documents(source)]
+    parts = [
+        (document.path, document.line, document.text)
+        for number in range(1, count + 1)
+        for document in read_documents(source, part=Part(number=number, count=count))
+    ]
+    assert parts == whole
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_merged_parts_have_the_bytes_of_one_process(source, tmp_path, count):
+    tokenizer = load_tokenizer(source.parent / "tok.json")
+    build_corpus(read_documents(source), tmp_path / "whole", tokenizer)
+    prefixes = []
+    for number in range(1, count + 1):
+        prefixes.append(tmp_path / f"part{number}")
+        build_corpus(
+            read_documents(source, part=Part(number=number, count=count)), prefixes[-1], tokenizer
+        )
+    random.Random(0).shuffle(prefixes)
+    merge_datasets(prefixes, tmp_path / "merged")
+    assert content(tmp_path / "merged") == content(tmp_path / "whole")
+
+
+def test_datasets_that_are_no_parts_are_joined_as_given(source, tmp_path):
+    tokenizer = load_tokenizer(source.parent / "tok.json")
+    for name in ("a.jsonl", "d.json"):
+        build_corpus(read_documents(source / name), tmp_path / name[0], tokenizer)
+    stats = merge_datasets([tmp_path / "d", tmp_path / "a", tmp_path / "d"], tmp_path / "all")
+    d, a, merged = (IndexedDataset(tmp_path / name) for name in ("d", "a", "all"))
+    expected = [*d, *a, *d]
+    assert [row.tolist() for row in merged] == [row.tolist() for row in expected]
+    assert stats.documents == merged.num_documents == len(expected)
+    assert stats.bytes == 2 * d.metadata()["bytes"] + a.metadata()["bytes"]
+
+
+def test_parts_that_do_not_fit_are_refused(source, tmp_path, command):
+    for part in ("1/3", "2/3", "3/3", "1/2"):
+        name = part.replace("/", "of")
+        line = f"build {{source}} --tokenizer {{tok}} --out {{out}}/{name} --part {part}"
+        assert command(line)[0] == 0
+    for prefixes, word in (
+        ("{out}/1of3 {out}/3of3", "part 2 is missing"),
+        ("{out}/1of3 {out}/2of3 {out}/3of3 {out}/2of3", "twice"),
+        ("{out}/1of3 {out}/1of2", "the same files"),
+    ):
+        code, error = command(f"merge {prefixes} --out {{out}}/m")
+        assert code == 2
+        assert error.startswith("mt-data: ")
+        assert word in error
+    damaged = Path(f"{tmp_path}/2of3.bin")
+    damaged.write_bytes(damaged.read_bytes()[:-2] + b"\0\1")
+    code, error = command("merge {out}/1of3 {out}/2of3 {out}/3of3 --out {out}/m")
+    assert code == 2
+    assert "2of3.bin" in error
+    assert not list(tmp_path.glob("m.*"))
+
+
+def test_a_killed_build_goes_on_where_it_was(places, tmp_path, command):
+    assert command("build {source} --tokenizer {tok} --out {out}/whole")[0] == 0
+    with building(places) as process:
+        wait_for(lambda: process.poll() is not None or parts_of(tmp_path))
+    assert parts_of(tmp_path) or (tmp_path / "c.idx").exists()
+    assert command(f"{BUILD} --overwrite")[0] == 0
+    assert content(tmp_path / "c") == content(tmp_path / "whole")
+    assert not (tmp_path / "c.parts").exists()
+
+
+@pytest.mark.campaign
+def test_fifty_kills_change_no_byte(places, tmp_path, command):
+    assert command("build {source} --tokenizer {tok} --out {out}/whole")[0] == 0
+    draw = random.Random(11)
+    done = 0
+    for _ in range(50):
+        with building(places) as process, contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0, 4))
+        if (tmp_path / "c.idx").exists():
+            done += 1
+            assert content(tmp_path / "c") == content(tmp_path / "whole")
+            (tmp_path / "c.idx").unlink()
+            (tmp_path / "c.bin").unlink()
+    assert command(BUILD)[0] == 0
+    assert content(tmp_path / "c") == content(tmp_path / "whole")
+    print(f"{done} of 50 builds were done before their kill")
+
+
+BUILD = "build {source} --tokenizer {tok} --out {out}/c --parts 5 --workers 2"
+
+
+@contextlib.contextmanager
+def building(places):
+    """Run a build; kill it at the end of the block, and wait for the end of its children."""
+    start = [sys.executable, "-c", "from mt_data.cli import main; main()"]
+    process = subprocess.Popen(
+        [*start, *shlex.split(BUILD.format(**places))],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    yield process
+    process.kill()
+    process.wait()
+    wait_for(lambda: not processes_of(process.pid))
+
+
+def parts_of(folder):
+    return sorted(folder.glob("c.parts/*/*.idx"))
+
+
+def wait_for(condition):
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def processes_of(session):
+    mine = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(path.name)) == session:
+                mine.append(path.name)
+    return mine
+
+
+@pytest.mark.campaign  # Ray takes long to start
+def test_ray_builds_the_parts(tmp_path, command):
+    pytest.importorskip("ray")
+    assert command("build {source} --tokenizer {tok} --out {out}/whole")[0] == 0
+    assert command("build {source} --tokenizer {tok} --out {out}/c --parts 3 --on ray")[0] == 0
+    assert content(tmp_path / "c") == content(tmp_path / "whole")
