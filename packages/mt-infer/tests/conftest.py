@@ -93,9 +93,10 @@ def generate(
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") or name.startswith(("SLURM_", "PET_")):
             monkeypatch.delenv(name)
 
-    def call(run: Path, *options: object, prompt: str = "to be") -> tuple[object, str, str]:
+    def call(run: Path, *options: object, prompt: str | None = "to be") -> tuple[object, str, str]:
+        asked = [] if prompt is None else ["--prompt", prompt]
         with pytest.raises(SystemExit) as stop:
-            main(["generate", str(run), "--prompt", prompt, *map(str, options)])
+            main(["generate", str(run), *asked, *map(str, options)])
         return stop.value.code, *capsys.readouterr()
 
     return call

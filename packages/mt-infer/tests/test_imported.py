@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -75,6 +76,16 @@ def test_a_prompt_is_said_in_the_chat_template(folder, tmp_path, generate) -> No
         assert said[0] == 0, said
         assert said[1] == generate(given, *asked, prompt="<system> be <user> or not to")[1]
     assert generate(folder, *asked, "--system", "be")[0] == 2
+    talk = [{"role": "system", "content": "be"}, {"role": "user", "content": "or not"}]
+    for content in (talk, {"messages": talk, "tools": []}):
+        (tmp_path / "talk.json").write_text(json.dumps(content))
+        answered = generate(folder, *asked, "--chat", tmp_path / "talk.json", prompt=None)
+        assert answered == said
+    assert generate(folder, *asked, "--chat", tmp_path / "talk.json")[0] == 2
+    (tmp_path / "talk.json").write_text('["be"]')
+    code, _, err = generate(folder, *asked, "--chat", tmp_path / "talk.json", prompt=None)
+    assert code != 0
+    assert "list of objects" in err
     (folder / "chat_template.jinja").unlink()
     code, _, err = generate(folder, *asked, "--chat")
     assert code == 1

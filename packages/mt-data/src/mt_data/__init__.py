@@ -35,10 +35,13 @@ if TYPE_CHECKING:
     from mt_data.datasets.mixture import Mixture as Mixture
     from mt_data.datasets.mixture import MixtureSource as MixtureSource
     from mt_data.datasets.mixture import mixture_sources as mixture_sources
+    from mt_data.datasets.packing import best_fit as best_fit
     from mt_data.datasets.prefetch import Prefetcher as Prefetcher
     from mt_data.datasets.spans import SpanCorruption as SpanCorruption
     from mt_data.datasets.spans import SpanDataset as SpanDataset
     from mt_data.datasets.spans import SpanVocabulary as SpanVocabulary
+    from mt_data.documents.chat import ChatReader as ChatReader
+    from mt_data.documents.chat import ChatReport as ChatReport
     from mt_data.documents.parts import Part as Part
     from mt_data.documents.reader import Document as Document
     from mt_data.documents.reader import read_documents as read_documents

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from mt_files import run_command
 
 from mt_data.commands.build import Build
+from mt_data.commands.check import Check
 from mt_data.commands.inspect import Peek, Stats
 from mt_data.commands.parts import Merge
 
-COMMANDS = {"build": Build, "merge": Merge, "peek": Peek, "stats": Stats}
+COMMANDS = {"build": Build, "check": Check, "merge": Merge, "peek": Peek, "stats": Stats}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -98,7 +98,11 @@ def _joined_values(arguments: list[str]) -> list[str]:
         if word == "--" or word in ("-h", "--help"):
             return arguments
         if not word.startswith("--"):
-            words.append(word)
+            was_switch = words and f"{words[-1]}-file" in known
+            if was_switch and word.endswith(".json"):  # --chat FILE.json is --chat-file=FILE.json
+                words[-1] += f"-file={word}"
+            else:
+                words.append(word)
         elif name not in known:
             raise ValueError(f"{shorten(name)} is no option. {did_you_mean(name, sorted(known))}")
         elif equals or name in flags:

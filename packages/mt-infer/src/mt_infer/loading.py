@@ -62,6 +62,9 @@ class RunError(UserError):
     """The folder is not a usable run."""
 
 
+_CHAT_TEMPLATE = "chat_template.jinja"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A checked folder, before any weight is read.
@@ -89,6 +92,12 @@ class Run:
     def hugging_face(self) -> Path:
         """The folder of Hugging Face that it is, or that the run started from."""
         return self.folder if self.step is None else RunFolder(self.folder).hugging_face
+
+    @property
+    def chat_folder(self) -> Path:
+        """The folder with the chat template: a run has its own if it learnt conversations."""
+        is_own = self.step is not None and (self.folder / _CHAT_TEMPLATE).is_file()
+        return self.folder if is_own else self.hugging_face
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -103,7 +103,9 @@ class ChatTemplate:
         source: The Jinja template.
         tokenizer: Tokenizer of the model; None writes text in which every name of a special token
             stands for the token.
-        tokens: Special tokens that the template may name, such as `bos_token`.
+        tokens: Special tokens that the template may name, such as `bos_token`, and other variables
+            that hold for all conversations, such as `enable_thinking`. Without an `eos_token` it is
+            the tokenizer's end-of-document token.
         limits: What it may use for the texts of a conversation.
     """
 
@@ -112,11 +114,13 @@ class ChatTemplate:
         source: str,
         tokenizer: Tokenizer | None = None,
         *,
-        tokens: Mapping[str, str] | None = None,
+        tokens: Mapping[str, Any] | None = None,
         limits: ChatLimits | None = None,
     ) -> None:
         require("jinja2", "rendering a chat template")
-        self.source, self.tokenizer, self.tokens = source, tokenizer, dict(tokens or {})
+        self.source, self.tokenizer = source, tokenizer
+        self.tokens = {} if tokenizer is None else {"eos_token": tokenizer.eod_token}
+        self.tokens |= tokens or {}
         self._literals = Literals(() if tokenizer is None else tokenizer.special_tokens)
         self._limits = limits or ChatLimits()
         self._process: subprocess.Popen[bytes] | None = None

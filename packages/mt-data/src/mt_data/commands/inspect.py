@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 from mt_files import say
+from numpy.typing import NDArray
 
 from mt_data.corpus import dataset_tokenizer
 from mt_data.datasets.gpt import GPTDataset
@@ -82,9 +83,13 @@ class Stats:
                 ratio = text_bytes / dataset.num_tokens
                 say(f"bytes      {text_bytes} of text, {ratio:.3f} per token")
             if len(dataset):
-                lengths = np.quantile(dataset.lengths, QUANTILES, method="nearest")
-                parts = [f"{at:.0%} {int(n)}" for at, n in zip(QUANTILES, lengths, strict=True)]
-                say("lengths    " + ", ".join(parts) + " (tokens of a sequence, by quantile)")
+                say(f"lengths    {quantiles(dataset.lengths)} (tokens of a sequence, by quantile)")
             if self.verify:
                 dataset.verify()
                 say("verified   both files match their recorded sha256")
+
+
+def quantiles(lengths: NDArray[np.integer]) -> str:
+    """Return some quantiles of lengths as text."""
+    found = np.quantile(lengths, QUANTILES, method="nearest")
+    return ", ".join(f"{at:.0%} {int(n)}" for at, n in zip(QUANTILES, found, strict=True))

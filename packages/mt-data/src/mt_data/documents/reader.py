@@ -209,7 +209,17 @@ def _is_cut_by_lines(source: SourceFile, *, format: Format) -> bool:
 def _lines(
     file: BinaryIO, name: str, _: _Policy, *, begin: int = 0, end: int | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank and begin in bytes [begin, end), with their numbers."""
+    return numbered_lines(file, name, begin=begin, end=end)
+
+
+def numbered_lines(
+    file: BinaryIO, name: str, *, begin: int = 0, end: int | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank and begin in bytes [begin, end), with their numbers.
+
+    Raises:
+        DataFileError: A line is longer than `MAX_LINE`.
+    """
     number = _skip_lines(file, begin)
     while (end is None or file.tell() < end) and (line := file.readline(MAX_LINE + 1)):
         number += 1

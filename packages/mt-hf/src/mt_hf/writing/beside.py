@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mt_files import read_json
+from mt_files import read_bytes, read_json
 
 from mt_hf.reading.end_tokens import GENERATION, read_end_tokens
 from mt_hf.reading.files import MAX_JSON, TOKENIZERS, infinity, root_of
@@ -16,7 +16,23 @@ if TYPE_CHECKING:
     from mt_tokenizer import Tokenizer
 
 
-def files_beside(tokenizer: Tokenizer, like: Path | None) -> dict[str, bytes]:
+_TEMPLATE, _TOKENS = "chat_template.jinja", "tokenizer_config.json"
+
+
+def chat_files(run: Path) -> dict[str, bytes]:
+    """Return the chat template with which a run learnt conversations, if it did.
+
+    Args:
+        run: Folder of the run.
+
+    Raises:
+        FileError: A file can't be read.
+    """
+    path = run / _TEMPLATE
+    return {_TEMPLATE: read_bytes(path, limit=MAX_JSON)} if path.is_file() else {}
+
+
+def files_beside(tokenizer: Tokenizer, like: Path | None, run: Path) -> dict[str, bytes]:
     """Return files that replace or complete those of `like`, for a model trained with a tokenizer.
 
     A text ends at the tokenizer's end-of-document token and at the end tokens of `like`; both stand
@@ -25,6 +41,7 @@ def files_beside(tokenizer: Tokenizer, like: Path | None) -> dict[str, bytes]:
     Args:
         tokenizer: Tokenizer of the training.
         like: Folder whose files are copied; None for none.
+        run: Folder of the run, which has a chat template if it learnt conversations.
 
     Returns:
         The content of the files by name.
@@ -33,7 +50,7 @@ def files_beside(tokenizer: Tokenizer, like: Path | None) -> dict[str, bytes]:
         ExchangeError: `eos_token_id` of `like` holds no ids.
         FileError: A file of `like` can't be read.
     """
-    files: dict[str, bytes] = {}
+    files = chat_files(run)
     known = frozenset[int]() if like is None else read_end_tokens(like)
     ends = known | {tokenizer.eod_id}
     if ends != known:
@@ -47,8 +64,9 @@ def files_beside(tokenizer: Tokenizer, like: Path | None) -> dict[str, bytes]:
     content = tokenizer.to_bytes()
     if tokenizer.suffix != ".json":
         return files | {"tokenizer.model": content}
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
-    return files | {"tokenizer.json": content, "tokenizer_config.json": _json(told)}
+    tokens = read_json(run / _TOKENS, limit=MAX_JSON) if (run / _TOKENS).is_file() else {}
+    own = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token}
+    return files | {"tokenizer.json": content, _TOKENS: _json({**tokens, **own})}
 
 
 def ids_of(ends: frozenset[int]) -> int | list[int]:

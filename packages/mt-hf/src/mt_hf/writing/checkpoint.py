@@ -182,7 +182,7 @@ def _ended(export: Export, path: Path, saved: SavedTokenizer, like: str | Path |
     if like is None and isinstance(content, str):
         ends = {"eos_token_id": ids_of(frozenset({tokenizer.eod_id}))}
         content = json.dumps({**json.loads(content), **ends}, indent=2) + "\n"
-    beside = files_beside(tokenizer, None if like is None else Path(like))
+    beside = files_beside(tokenizer, None if like is None else Path(like), path.parent)
     return replace(export, content=content, beside=beside)
 
 

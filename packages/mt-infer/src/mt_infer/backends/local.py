@@ -80,7 +80,7 @@ class LocalEngine:
     @property
     def folder(self) -> Path | None:
         """The folder with the model's chat template."""
-        return None if self.engine.run is None else self.engine.run.hugging_face
+        return None if self.engine.run is None else self.engine.run.chat_folder
 
     @property
     def is_ready(self) -> bool:

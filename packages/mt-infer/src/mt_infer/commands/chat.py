@@ -96,7 +96,7 @@ class Chat:
         from mt_tokenizer import ChatError, ChatTemplate
 
         try:
-            return stack.enter_context(ChatTemplate.from_folder(run.hugging_face, run.tokenizer))
+            return stack.enter_context(ChatTemplate.from_folder(run.chat_folder, run.tokenizer))
         except ChatError as error:
             say(f"{error}. Here the prompt is the conversation as plain text: User: ..., ...")
             return None

@@ -110,7 +110,7 @@ def _text_of(run: Run, splitting: str | None) -> TextFormat:
     from mt_hf import TextFormat
     from mt_tokenizer import read_template
 
-    template, names = read_template(run.hugging_face)
+    template, names = read_template(run.chat_folder)
     path, begins = run.hugging_face / "tokenizer_config.json", None
     if run.tokenizer.suffix == ".model" and path.exists():  # which does not say it itself
         adds = read_json(path, limit=1 << 26).get("add_bos_token")

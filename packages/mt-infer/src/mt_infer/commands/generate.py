@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import tyro
-from mt_files import quick_imports
+from mt_files import FileError, quick_imports, read_json
 
 from mt_infer.commands.flags import flag_of, options_of
 from mt_infer.console import keep_quiet, print_text, say
@@ -37,11 +37,14 @@ class Generate:
     run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """The --out folder of an mt-train run, a folder of Hugging Face, or a model of the hub in the
     local cache, such as Qwen/Qwen3-0.6B."""
-    prompt: str
+    prompt: str | None = None
     """The text to continue; - reads it from standard input."""
     chat: bool = False
     """The prompt is what a user says: it is written by the model's chat template, and the answer is
     what the model says; needs mt-infer[chat]."""
+    chat_file: Path | None = None
+    """A file with a conversation to answer, in place of a prompt; `--chat FILE.json` is the same.
+    It has a JSON list of messages, or an object with messages and tools."""
     system: str | None = None
     """What the system says before the user, with --chat."""
     image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
@@ -137,6 +140,20 @@ def _told_once(env: DistributedEnv) -> Iterator[None]:
         raise
 
 
+def _check_asked(command: Generate) -> None:
+    """Check that there is one prompt or one conversation."""
+    if (command.prompt is None) == (command.chat_file is None):
+        raise ValueError("give --prompt, or a conversation as --chat FILE.json, and not both")
+    if command.chat_file is not None and (command.chat or command.system is not None):
+        raise ValueError(
+            "--chat FILE.json has the whole conversation; leave --chat and --system out"
+        )
+    if command.system is not None and not command.chat:
+        raise ValueError("--system is said in a conversation; add --chat, or leave it out")
+    if (command.chat or command.chat_file) and command.cuda_graphs:
+        raise ValueError("--chat does not go with --cuda-graphs: leave one out")
+
+
 def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
     """Check the options, and replace the prompt `-` by the text of standard input."""
     from mt_parallel_state import must_launch
@@ -147,10 +164,7 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
         raise ValueError(f"--max-tokens {command.max_tokens}: use 1 or more")
     if "" in command.stop:
         raise ValueError("--stop '': every text has it; name a text of one character or more")
-    if command.system is not None and not command.chat:
-        raise ValueError("--system is said in a conversation; add --chat, or leave it out")
-    if command.chat and command.cuda_graphs:
-        raise ValueError("--chat does not go with --cuda-graphs: leave one out")
+    _check_asked(command)
     if command.greedy and command.temperature not in (None, 0.0):
         raise ValueError(
             f"--greedy and --temperature {command.temperature} contradict each other: leave one out"
@@ -183,7 +197,7 @@ def _check_options(command: Generate, env: DistributedEnv) -> Sampling:
     )
     if command.prompt == "-":
         command.prompt = _read_prompt(env)
-    if launches and len(os.fsencode(command.prompt)) > _MAX_ARGUMENT_BYTES:
+    if launches and len(os.fsencode(command.prompt or "")) > _MAX_ARGUMENT_BYTES:
         raise ValueError(
             f"a prompt of more than {_MAX_ARGUMENT_BYTES} bytes can't be passed to the processes "
             "of --nproc; leave --nproc out, or start them with torchrun"
@@ -272,15 +286,35 @@ def _tokens(command: Generate, run: Run) -> list[int]:
 
 def _prompt(command: Generate, run: Run) -> str | list[int]:
     """Return the prompt, which with --chat is what the chat template makes of it."""
-    if not command.chat:
-        return command.prompt
-    from mt_tokenizer import ChatTemplate
+    if command.chat_file is None and not command.chat:
+        return str(command.prompt)
+    from mt_tokenizer import ChatTemplate, with_parsed_arguments
 
-    messages = [{"role": "user", "content": command.prompt}]
-    if command.system is not None:
-        messages.insert(0, {"role": "system", "content": command.system})
-    with ChatTemplate.from_folder(run.hugging_face, run.tokenizer) as template:
-        return run.tokenizer.encode_chat(template.write(messages))
+    messages, tools = _conversation(command)
+    with ChatTemplate.from_folder(run.chat_folder, run.tokenizer) as template:
+        written = template.write(with_parsed_arguments(messages), tools=tools)
+        return run.tokenizer.encode_chat(written)
+
+
+def _conversation(command: Generate) -> tuple[list[Any], list[Any] | None]:
+    """Return the messages to answer, and the tools of a file.
+
+    Raises:
+        FileError: The file can't be read, or is no conversation.
+    """
+    if command.chat_file is None:
+        messages = [{"role": "user", "content": command.prompt}]
+        if command.system is not None:
+            messages.insert(0, {"role": "system", "content": command.system})
+        return messages, None
+    found = read_json(command.chat_file, limit=_MAX_PROMPT_BYTES)
+    record = found if isinstance(found, dict) else {"messages": found}
+    messages, tools = record.get("messages"), record.get("tools")
+    for name, value in (("messages", messages), ("tools", [] if tools is None else tools)):
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            text = f'{name} are no list of objects; write [{{"role": "user", "content": ...}}]'
+            raise FileError(str(command.chat_file), text)
+    return cast("list[Any]", messages), tools
 
 
 def _as_arguments(command: Generate, step: int | None) -> list[str]:
@@ -316,7 +350,7 @@ def _generate(
             told = say if env.local_rank == 0 else keep_quiet
             use_threads(generator.model)
             generator = replace(generator, **kept, on_eager=told)
-            return generator.complete(command.prompt, sampling)
+            return generator.complete(str(command.prompt), sampling)
         options = EngineOptions(
             blocks=_blocks(command, run, EngineOptions.block_size),
             max_batch=1,

@@ -45,7 +45,7 @@ class EngineLM(TemplateLM):
         how = build(EvalOptions, options)
         with open_run(Path(str(folder)), how.step) as run:
             self._scorer = Scorer.from_run(run, how, device=device)
-        self._own_tokenizer, self._folder = run.tokenizer, run.hugging_face
+        self._own_tokenizer, self._folder = run.tokenizer, run.chat_folder
         self._prefix = _begin_id(run) if how.prefix_token_id is None else how.prefix_token_id
         self._chunk = _CHUNK * how.max_batch
         self._template: ChatTemplate | None = None

@@ -1,0 +1,155 @@
+"""Conversations of files as tokens, with the weight of the loss of each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+from mt_tokenizer import (
+    ChatError,
+    ChatTemplate,
+    Rendered,
+    Tokenizer,
+    TokenizerError,
+    with_parsed_arguments,
+)
+
+from mt_data.documents.conversations import Conversation, parse_conversation
+from mt_data.error import DataError, DataFileError
+
+TooLong: TypeAlias = Literal["refuse", "drop", "cut"]
+
+
+@dataclass(kw_only=True)
+class ChatReport:
+    """What a file of conversations holds.
+
+    Attributes:
+        conversations: Number of conversations with something to learn.
+        tokens: Number of their tokens.
+        labels: Number of tokens that are learnt.
+        lengths: Number of tokens of each of these conversations.
+        cut: Number of those that were cut to a row.
+        too_long: Number of conversations left out as they are longer than a row.
+        unlabelled: Number of conversations left out as nothing of them is learnt.
+        is_weighted: Whether some tokens have a weight other than 1.
+    """
+
+    conversations: int = 0
+    tokens: int = 0
+    labels: int = 0
+    lengths: list[int] = field(default_factory=list)
+    cut: int = 0
+    too_long: int = 0
+    unlabelled: int = 0
+    is_weighted: bool = False
+
+
+class ChatReader:
+    """Conversations of files as tokens, with the weight of the loss of each token.
+
+    Args:
+        tokenizer: The tokenizer.
+        template: Chat template with this tokenizer; None takes only texts with `prompt` and
+            `completion`.
+        size: Largest number of tokens that are read, and so one less than the tokens of the
+            longest conversation; None for any.
+        too_long: What becomes of longer ones.
+
+    Attributes:
+        report: What was read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        size: int | None = None,
+        too_long: TooLong = "refuse",
+    ) -> None:
+        if too_long not in get_args(TooLong):
+            choices = ", ".join(get_args(TooLong))
+            raise DataError(f"too_long is {too_long!r}; choose one of {choices}")
+        self.tokenizer, self.template = tokenizer, template
+        self.report = ChatReport()
+        self._size, self._too_long = size, too_long
+
+    def read(
+        self,
+        lines: Iterable[tuple[str, bytes]],
+        on_error: Callable[[DataFileError], None] | None = None,
+    ) -> Iterator[Rendered]:
+        """Yield the conversations with something to learn.
+
+        Args:
+            lines: Place and content of each line.
+            on_error: Takes the error of a line, which is left out; None raises it.
+
+        Raises:
+            DataFileError: A line is no conversation, the template refuses it, or it is too long.
+        """
+        for where, line in lines:
+            try:
+                found = self._fitting(where, self.rendered(parse_conversation(where, line)))
+            except DataFileError as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+                continue
+            if found is not None:
+                yield found
+
+    def rendered(self, talk: Conversation) -> Rendered:
+        """Return the tokens of a conversation, and what is learnt of it.
+
+        Raises:
+            DataFileError: There is no template, or it refuses the messages.
+        """
+        try:
+            if not talk.messages:
+                return self._continued(talk)
+            if self.template is None:
+                raise ChatError("messages need a chat template; name one, or give texts")
+            messages = with_parsed_arguments(talk.messages)
+            return self.template.render(messages, tools=talk.tools)
+        except TokenizerError as error:
+            raise DataFileError(talk.where, str(error)) from None
+
+    def _continued(self, talk: Conversation) -> Rendered:
+        """Return a text to continue, whose tokens are those of a prompt of inference."""
+        tokenizer = self.tokenizer
+        begin = tokenizer.encode_prompt("")
+        begin = begin[:-1] if begin[-1:] == [tokenizer.eod_id] else begin
+        prompt, both = tokenizer.encode_batch([talk.prompt, talk.prompt + talk.completion])
+        rest = both[len(prompt) :]
+        if both[: len(prompt)] != prompt:  # a token would be of both
+            rest = tokenizer.encode(talk.completion)
+        asked, answer = [*begin, *prompt], [*rest, tokenizer.eod_id]
+        return Rendered([*asked, *answer], [0.0] * len(asked) + [1.0] * len(answer))
+
+    def _fitting(self, where: str, found: Rendered) -> Rendered | None:
+        report, size = self.report, self._size
+        if size is not None and len(found.ids) - 1 > size:
+            if self._too_long == "refuse":
+                raise DataFileError(
+                    where,
+                    f"has {len(found.ids)} tokens, and a row takes {size + 1}; use longer rows, or "
+                    "leave such conversations out or cut them (too_long: drop or cut)",
+                )
+            if self._too_long == "drop":
+                report.too_long += 1
+                return None
+            report.cut += 1
+            found = Rendered(found.ids[: size + 1], found.trained[: size + 1])
+        labels = sum(weight > 0 for weight in found.trained[1:])
+        if not labels:
+            report.unlabelled += 1
+            return None
+        report.conversations += 1
+        report.tokens += len(found.ids)
+        report.labels += labels
+        report.lengths.append(len(found.ids))
+        report.is_weighted |= any(weight not in (0, 1) for weight in found.trained)
+        return found
