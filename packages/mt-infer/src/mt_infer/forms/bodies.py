@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 from mt_files import FileError, bind, parse_json, shorten
 
@@ -25,14 +26,15 @@ _IGNORED = frozenset(
 )
 
 
-class Form(Protocol):
-    """A dataclass of the fields of a route's body.
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The fields of a route's body.
 
     Attributes:
         NOT_SERVED: Fields of OpenAI's that are refused, with the reason.
     """
 
-    NOT_SERVED: ClassVar[Mapping[str, str]]
+    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
 
 
 T = TypeVar("T", bound=Form)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from mt_files import Checks
 
+from mt_infer.forms.bodies import Form
 from mt_infer.sampling import Sampling
 
 _MOST_N = 128
@@ -15,27 +16,6 @@ MOST_TOP = 20
 _MOST_WORDS = 1024
 _HOTTEST = 100.0
 _COLDEST = 1e-3
-# Fields of `Sampling` that a body has under the same name.
-_SAME = (
-    "seed",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop_token_ids",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "n",
-    "regex",
-    "grammar",
-    "logit_bias",
-    "stop",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +33,23 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseFormat:
-    """The form of an answer."""
+    """The form of an answer, as `/v1/chat/completions` has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFormat(ResponseFormat):
+class OutputFormat:
+    """The form of an answer, as `/v1/responses` has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFormat(ResponseFormat, OutputFormat):
     """Any text."""
 
     type_name: ClassVar[str] = "text"
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonFormat(ResponseFormat):
+class JsonFormat(ResponseFormat, OutputFormat):
     """Any JSON object."""
 
     type_name: ClassVar[str] = "json_object"
@@ -106,7 +91,7 @@ class SchemaFormat(ResponseFormat):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choosing:
+class Choosing(Form):
     """Fields of a body that say how tokens are chosen; see `Sampling`.
 
     Attributes:
@@ -119,8 +104,6 @@ class Choosing:
         deadline_s: Seconds after which the answer ends whatever it has.
         receipt: Whether the answer brings what `mt-infer replay` needs to make it again.
     """
-
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
 
     model: str = ""
     seed: int | None = None
@@ -187,3 +170,6 @@ class Choosing:
         if isinstance(self.response_format, SchemaFormat):
             own["json_schema"] = self.response_format.json_schema.schema
         return Sampling(**{**own, **more})
+
+
+_SAME = {each.name for each in fields(Choosing)} & {each.name for each in fields(Sampling)}

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from mt_files import Checks
 
+from mt_infer.forms.bodies import Form
 from mt_infer.forms.chat import (
     Call,
     CalledFunction,
@@ -26,6 +27,7 @@ from mt_infer.forms.chat import (
 from mt_infer.forms.choosing import (
     JsonFormat,
     NamedSchema,
+    OutputFormat,
     ResponseFormat,
     SchemaFields,
     SchemaFormat,
@@ -85,9 +87,17 @@ class InputImage(InputPart):
 
 @dataclass(frozen=True, kw_only=True)
 class InputItem:
-    """A step of a conversation."""
+    """A step of a conversation.
+
+    Attributes:
+        id: Not read.
+        status: Not read.
+    """
 
     default_kind: ClassVar[str] = "message"
+
+    id: str = ""
+    status: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +107,12 @@ class InputMessage(InputItem):
     Attributes:
         role: Who says it.
         content: The text, or its parts.
-        id: Not read.
-        status: Not read.
     """
 
     type_name: ClassVar[str] = "message"
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | tuple[InputPart, ...]
-    id: str = ""
-    status: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +123,6 @@ class InputCall(InputItem):
         call_id: Its id.
         name: Name of the function.
         arguments: JSON text of an object with the arguments.
-        id: Not read.
-        status: Not read.
     """
 
     type_name: ClassVar[str] = "function_call"
@@ -126,8 +130,6 @@ class InputCall(InputItem):
     call_id: str
     name: str
     arguments: str
-    id: str = ""
-    status: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,16 +139,12 @@ class InputResult(InputItem):
     Attributes:
         call_id: Id of the call.
         output: The result.
-        id: Not read.
-        status: Not read.
     """
 
     type_name: ClassVar[str] = "function_call_output"
 
     call_id: str
     output: str
-    id: str = ""
-    status: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,16 +154,12 @@ class InputReasoning(InputItem):
     Attributes:
         summary: Not read.
         content: Not read.
-        id: Not read.
-        status: Not read.
     """
 
     type_name: ClassVar[str] = "reasoning"
 
     summary: tuple[Any, ...] = ()
     content: tuple[Any, ...] = ()
-    id: str = ""
-    status: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,25 +187,6 @@ class ResponseToolName:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputFormat:
-    """The form of an answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputPlain(OutputFormat):
-    """Any text."""
-
-    type_name: ClassVar[str] = "text"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputJson(OutputFormat):
-    """Any JSON object."""
-
-    type_name: ClassVar[str] = "json_object"
-
-
-@dataclass(frozen=True, kw_only=True)
 class OutputSchema(SchemaFields, OutputFormat):
     """JSON by a schema."""
 
@@ -226,7 +201,7 @@ class TextOptions:
         format: Its form.
     """
 
-    format: OutputFormat = field(default_factory=OutputPlain)
+    format: OutputFormat = field(default_factory=TextFormat)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +216,7 @@ class ReasoningOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResponseForm:
+class ResponseForm(Form):
     """Body of `/v1/responses`; see `ChatForm` for fields that are not described.
 
     Attributes:
@@ -352,4 +327,5 @@ def _function(tool: ResponseTool) -> Function:
 def _format(form: OutputFormat) -> ResponseFormat:
     if isinstance(form, OutputSchema):
         return SchemaFormat(json_schema=NamedSchema(name=form.name, schema=form.schema))
-    return JsonFormat() if isinstance(form, OutputJson) else TextFormat()
+    assert isinstance(form, TextFormat | JsonFormat), "there are no others"  # noqa: S101
+    return form

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from mt_files import Checks
 
+from mt_infer.forms.bodies import Form
 from mt_infer.forms.choosing import MOST_TOP, Choosing
 
 _MOST_PROMPTS = 2048  # as many as OpenAI's
@@ -46,54 +47,52 @@ class CompletionForm(Choosing):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddingForm:
-    """Body of `/v1/embeddings`.
-
-    Attributes:
-        input: Texts, or lists of tokens.
-        model: Name of the served model.
-        encoding_format: `float` for numbers, `base64` for the bytes of fp32.
-        dimensions: Size of the vectors, which must be the model's.
-        pooling: Tokens whose features make the vector; see `Engine.embed`.
-    """
-
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
-
-    input: Given
-    model: str = ""
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
-    pooling: Literal["last", "mean"] = "last"
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        check_prompts(checks, "input", self.input)
-        checks.at_least(1, "dimensions")
-        checks.done()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreForm:
-    """Body of `/score`.
+class TextsForm(Form):
+    """Fields of a body with texts to read.
 
     Attributes:
         input: Texts, or lists of tokens.
         model: Name of the served model or of an adapter.
     """
 
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
-
     input: Given
     model: str = ""
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        check_prompts(checks, "input", self.input)
+        self._check(checks)
         checks.done()
+
+    def _check(self, checks: Checks) -> None:
+        check_prompts(checks, "input", self.input)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizeForm:
+class EmbeddingForm(TextsForm):
+    """Body of `/v1/embeddings`, which adapters do not serve.
+
+    Attributes:
+        encoding_format: `float` for numbers, `base64` for the bytes of fp32.
+        dimensions: Size of the vectors, which must be the model's.
+        pooling: Tokens whose features make the vector; see `Engine.embed`.
+    """
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    pooling: Literal["last", "mean"] = "last"
+
+    def _check(self, checks: Checks) -> None:
+        super()._check(checks)
+        checks.at_least(1, "dimensions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreForm(TextsForm):
+    """Body of `/score`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizeForm(Form):
     """Body of `/tokenize`.
 
     Attributes:
@@ -101,22 +100,18 @@ class TokenizeForm:
         model: Name of the served model or of an adapter.
     """
 
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
-
     prompt: str
     model: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetokenizeForm:
+class DetokenizeForm(Form):
     """Body of `/detokenize`.
 
     Attributes:
         tokens: The tokens.
         model: Name of the served model or of an adapter.
     """
-
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
 
     tokens: tuple[int, ...]
     model: str = ""

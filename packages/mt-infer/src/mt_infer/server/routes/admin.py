@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import APIRouter
 from mt_files import Checks
 from starlette.requests import Request
 
+from mt_infer.forms.bodies import Form
 from mt_infer.server.routes.reading import form_of
 from mt_infer.server.serving import Serving, refusals
 
@@ -17,31 +17,29 @@ router = APIRouter(prefix="/admin")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class Load(Form):
     """The body of `/admin/load`.
 
     Attributes:
         step: Step of the checkpoint; None for the latest.
     """
 
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
     step: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sleep:
+class Sleep(Form):
     """The body of `/admin/sleep`.
 
     Attributes:
         level: 1 frees keys and values, 2 moves the weights to host memory too.
     """
 
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
     level: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewAdapter:
+class NewAdapter(Form):
     """The body of `/admin/adapters`.
 
     Attributes:
@@ -49,7 +47,6 @@ class NewAdapter:
         folder: Folder of Hugging Face PEFT.
     """
 
-    NOT_SERVED: ClassVar[Mapping[str, str]] = {}
     name: str
     folder: str
 
