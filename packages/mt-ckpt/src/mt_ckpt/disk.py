@@ -1,8 +1,9 @@
-"""Durable files, and errors that name them."""
+"""The disk under a save: durable files, and errors that name them."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -13,8 +14,6 @@ import mt_files
 from mt_files import FileError
 
 from mt_ckpt.error import CheckpointError
-
-_THREADS = 8
 
 
 @contextlib.contextmanager
@@ -32,46 +31,121 @@ def disk_errors(action: str, path: Path, *, needed: str = "") -> Iterator[None]:
         raise CheckpointError(what, file=str(path)) from error
 
 
-def create_file(path: Path, *parts: bytes | memoryview, total: int | None = None) -> None:
+class Disk:
+    """The system calls through which a save changes files.
+
+    Everything that a save creates, writes, syncs, renames and removes goes through one object of
+    this class, so that a test can fail, interrupt or record any of the calls.
+
+    Attributes:
+        threads: Number of threads that sync or remove many files at once.
+    """
+
+    threads = 8
+
+    def mkdir(self, path: Path) -> None:
+        """Create a folder, whose parent exists."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Create a file that does not exist, and return its descriptor, open for writing."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, 0o666)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Write a part of `data`, and return its size."""
+        return os.write(descriptor, data)
+
+    def close(self, descriptor: int) -> None:
+        """Close a file."""
+        os.close(descriptor)
+
+    def fsync(self, path: Path) -> None:
+        """Wait until a file, or the names in a folder, are on the disk."""
+        mt_files.sync(path)
+
+    def rename(self, path: Path, new: Path) -> None:
+        """Rename a file or a folder; a file at `new` is replaced."""
+        path.replace(new)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file or a link."""
+        path.unlink()
+
+    def rmdir(self, path: Path) -> None:
+        """Remove an empty folder."""
+        path.rmdir()
+
+
+def create_file(
+    disk: Disk, path: Path, content: bytes | memoryview, *, total: int | None = None
+) -> None:
     """Write a new file of an uncommitted checkpoint; `sync_all` syncs many files at once.
 
     Args:
+        disk: The disk.
         path: Must not exist.
-        parts: The content.
+        content: The content.
         total: Size of the whole checkpoint in bytes, for the message if the disk is full.
     """
-    size = sum(len(part) for part in parts)
-    needed = f" (needed {size} bytes for this file"
+    needed = f" (needed {len(content)} bytes for this file"
     needed += ")" if total is None else f" and {total} bytes for the checkpoint)"
-    with disk_errors("write", path, needed=needed), path.open("xb") as file:
-        for part in parts:
-            file.write(part)
+    with disk_errors("write", path, needed=needed):
+        descriptor = disk.create(path)
+        try:
+            rest = memoryview(content)
+            while rest:  # the system may write less than asked
+                rest = rest[disk.write(descriptor, rest) :]
+        finally:
+            disk.close(descriptor)
 
 
-def sync(path: Path) -> None:
+def make_folders(disk: Disk, path: Path) -> None:
+    """Create a folder and its missing parents durably."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        with disk_errors("create", folder), contextlib.suppress(FileExistsError):
+            disk.mkdir(folder)
+        sync(disk, folder.parent)
+    if not path.is_dir():
+        with disk_errors("create", path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+
+def sync(disk: Disk, path: Path) -> None:
     """Fsync a file or a directory."""
     with disk_errors("sync", path):
-        mt_files.sync(path)
+        disk.fsync(path)
 
 
-def sync_all(paths: Iterable[Path]) -> None:
+def sync_all(disk: Disk, paths: Iterable[Path]) -> None:
     """Fsync many files or directories.
 
     Threads let the file system combine many into one journal commit, which is 40 times faster on a
     busy disk than one file at a time.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(sync, paths):
+    with ThreadPoolExecutor(disk.threads) as pool:
+        for _ in pool.map(lambda path: sync(disk, path), paths):
             pass
 
 
-def remove_tree(path: Path) -> None:
-    """Remove a directory as far as possible, with its leaf folders in parallel."""
-    leaves = [folder for folder, below, _ in os.walk(path) if not below]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(lambda leaf: shutil.rmtree(leaf, ignore_errors=True), leaves):
+def remove_tree(disk: Disk, path: Path) -> None:
+    """Remove a directory as far as possible, with the files of many folders in parallel."""
+    found = [(Path(folder), below, files) for folder, below, files in os.walk(path)]
+
+    def remove_files(entry: tuple[Path, list[str], list[str]]) -> None:
+        folder, below, files = entry
+        links = [name for name in below if (folder / name).is_symlink()]
+        for name in (*files, *links):
+            with contextlib.suppress(OSError):
+                disk.unlink(folder / name)
+
+    with ThreadPoolExecutor(disk.threads) as pool:
+        for _ in pool.map(remove_files, found):
             pass
-    shutil.rmtree(path, ignore_errors=True)
+    for folder, _, _ in reversed(found):
+        with contextlib.suppress(OSError):
+            disk.rmdir(folder)
 
 
 def list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -36,8 +37,12 @@ def zarr_documents(arrays: Mapping[str, ArraySpec], *, step: int) -> dict[str, b
     return {"zarr.json": json.dumps(root).encode()} | documents
 
 
+@functools.cache
 def _array_document(dtype: str) -> dict[str, Any]:
-    """Return zarr-python's document for an array of this dtype, with our codecs and chunk keys."""
+    """Return zarr-python's document for an array of this dtype, with our codecs and chunk keys.
+
+    Nobody changes the result, so it is made once in a process.
+    """
     import zarr
     from zarr.codecs import BytesCodec, Crc32cCodec
     from zarr.storage import MemoryStore

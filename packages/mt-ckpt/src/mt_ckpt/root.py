@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from mt_files import FileError, FolderLock, MissingFileError, read_bytes, write_file
+from mt_files import FileError, FolderLock, MissingFileError, read_bytes
 
-from mt_ckpt.disk import disk_errors, remove_tree, sync
+from mt_ckpt.disk import Disk, create_file, disk_errors, remove_tree, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, check_step, claimed_step, step_name, step_of
@@ -119,7 +119,7 @@ def clean(root: str | Path) -> list[Path]:
     if not _leftovers(root):  # most often, and then nothing is written, not even a lock
         return []
     with lock_root(root, purpose="removing the leftovers of killed saves"):
-        return remove_leftovers(root)
+        return remove_leftovers(Disk(), root)
 
 
 def _leftovers(root: Path) -> list[Path]:
@@ -129,7 +129,7 @@ def _leftovers(root: Path) -> list[Path]:
         return [path for path in root.iterdir() if _STALE.fullmatch(path.name)]
 
 
-def remove_leftovers(root: Path) -> list[Path]:
+def remove_leftovers(disk: Disk, root: Path) -> list[Path]:
     """Do the work of `clean` in a folder that `lock_root` holds."""
     stale = _leftovers(root)
     for path in list(stale):
@@ -138,15 +138,15 @@ def remove_leftovers(root: Path) -> list[Path]:
         whole = kind == "old" and (path / MANIFEST).exists()
         if whole and not (root / LATEST).exists() and not (root / name).exists():
             with disk_errors("rename", path):
-                path.rename(root / name)
-            sync(root)
+                disk.rename(path, root / name)
+            sync(disk, root)
             stale.remove(path)
             continue
         with disk_errors("remove", path):
             if path.is_dir() and not path.is_symlink():
-                remove_tree(path)
+                remove_tree(disk, path)
             else:
-                path.unlink()
+                disk.unlink(path)
     return stale
 
 
@@ -155,27 +155,37 @@ def hidden_name(root: Path, name: str, kind: str) -> Path:
     return root / f".{name}.{kind}-{uuid.uuid4().hex}"
 
 
-def set_aside(path: Path) -> Path:
+def set_aside(disk: Disk, path: Path) -> Path:
     """Rename a step directory to a hidden name, so that no reader sees half of it."""
     aside = hidden_name(path.parent, path.name, "old")
     with disk_errors("rename", path):
-        path.rename(aside)
+        disk.rename(path, aside)
     return aside
 
 
-def move_latest(root: Path, step: int) -> None:
+def move_latest(disk: Disk, root: Path, step: int) -> None:
     """Write the step's name to `latest`, durably."""
-    with disk_errors("replace", root / LATEST):
-        write_file(root / LATEST, f"{step_name(step)}\n".encode())
+    new = hidden_name(root, LATEST, "tmp")
+    try:
+        create_file(disk, new, f"{step_name(step)}\n".encode())
+        sync(disk, new)
+        with disk_errors("replace", root / LATEST):
+            disk.rename(new, root / LATEST)
+    except CheckpointError:
+        with contextlib.suppress(OSError):
+            disk.unlink(new)
+        raise
+    sync(disk, root)
 
 
-def retain(root: Path, keep: int, step: int, *, after: int | None) -> None:
+def retain(disk: Disk, root: Path, keep: int, step: int, *, after: int | None) -> None:
     """Remove all but `keep` of the steps up to `step`, which `latest` names.
 
     Steps newer than `step` (from before a run went back) are kept. A step that a reader holds stays
     until a later save.
 
     Args:
+        disk: The disk.
         root: Folder of the checkpoints.
         keep: Number of steps to keep, the newest of this run.
         step: The step just saved.
@@ -191,6 +201,6 @@ def retain(root: Path, keep: int, step: int, *, after: int | None) -> None:
     for number in order[:-keep]:
         with claim(steps[number], superseded=superseded[number]) as free:
             if free:
-                aside = set_aside(steps[number])
-                sync(root)
-                remove_tree(aside)
+                aside = set_aside(disk, steps[number])
+                sync(disk, root)
+                remove_tree(disk, aside)

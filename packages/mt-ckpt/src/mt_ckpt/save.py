@@ -14,7 +14,15 @@ from mt_files import check_type
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.chunk import ChunkBuffer
-from mt_ckpt.disk import create_file, disk_errors, remove_tree, sync, sync_all
+from mt_ckpt.disk import (
+    Disk,
+    create_file,
+    disk_errors,
+    make_folders,
+    remove_tree,
+    sync,
+    sync_all,
+)
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, step_name
@@ -89,6 +97,7 @@ class Save:
 
     Attributes:
         locks: Whether to lock `root`; a caller that decides by its contents holds the lock already.
+        disk: The disk to which everything is written.
     """
 
     root: Path
@@ -99,6 +108,7 @@ class Save:
     keep: int | None
     event: Callable[[str], None]
     locks: bool = False
+    disk: Disk = field(default_factory=Disk)
     # Set on rank 0 only: the temporary directory, and the checkpoint that it replaces.
     temp: Path | None = field(default=None, init=False)
     old: Path | None = field(default=None, init=False)
@@ -136,23 +146,19 @@ class Save:
             raise CheckpointError(f"the ranks save different steps: {steps}")
         self.arrays = plan_arrays([report["shards"] for report in reports])
         total = sum(spec.num_chunks * spec.chunk_bytes for spec in self.arrays.values())
-        is_new = not self.root.exists()
-        with disk_errors("create", self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
-        if is_new:
-            sync(self.root.parent)
+        make_folders(self.disk, self.root)
         if self.locks:
             self.lock.enter_context(lock_root(self.root, purpose=f"saving step {self.step}"))
         self.check_free()
         temp = hidden_name(self.root, step_name(self.step), "tmp")
-        with disk_errors("create", temp):
-            temp.mkdir()
-        self.temp = temp
-        for path, content in sorted(zarr_documents(self.arrays, step=self.step).items()):
-            with disk_errors("create", (self.temp / path).parent):
-                (self.temp / path).parent.mkdir(parents=True, exist_ok=True)
-            create_file(self.temp / path, content, total=total)
-            self.files[path] = _file_record(content)
+        self.temp = temp  # from here on, a failure removes it
+        documents = zarr_documents(self.arrays, step=self.step)
+        for path in sorted(documents, key=lambda path: Path(path).parent):  # parents come first
+            folder = (temp / path).parent
+            with disk_errors("create", folder):
+                self.disk.mkdir(folder)
+            create_file(self.disk, temp / path, documents[path], total=total)
+            self.files[path] = _file_record(documents[path])
         chunks = {name: spec.chunks for name, spec in self.arrays.items()}
         return {"temp": self.temp.name, "chunks": chunks, "total": total}
 
@@ -191,10 +197,10 @@ class Save:
             shard = self.shards.pop()
             if shard.write:
                 for path, content in buffer.chunks(shard, tuple(plan["chunks"][shard.name])):
-                    create_file(temp / path, content, total=plan["total"])
+                    create_file(self.disk, temp / path, content, total=plan["total"])
                     record = _file_record(content)
                     written[path] = [record.size, record.sha256]
-        sync_all(temp / path for path in written)
+        sync_all(self.disk, (temp / path for path in written))
         self.event("save.data")
         return written
 
@@ -210,38 +216,38 @@ class Save:
             step=self.step, metadata=self.metadata, arrays=self.arrays, files=self.files
         )
         # The manifest comes last: a directory without it is no checkpoint.
-        create_file(temp / MANIFEST, manifest.encode())
+        create_file(self.disk, temp / MANIFEST, manifest.encode())
         folders = {parent for path in self.files for parent in Path(path).parents}
-        sync_all(temp / path for path in (*metadata_files, MANIFEST, *folders))
+        sync_all(self.disk, (temp / path for path in (*metadata_files, MANIFEST, *folders)))
         self.event("save.manifest")
         named = self.check_free()  # again, for file systems without locks
         # Renaming over a directory isn't atomic, so an existing step moves aside first.
         if self.step in committed_steps(self.root):
             with claim(final, superseded=0.0, wait=_READERS_SECONDS):
-                self.old = set_aside(final)
+                self.old = set_aside(self.disk, final)
         self.event("save.before_rename")
         with disk_errors("rename", temp):
-            temp.rename(final)
-        sync(self.root)
+            self.disk.rename(temp, final)
+        sync(self.disk, self.root)
         self.event("save.after_rename")
-        move_latest(self.root, self.step)
+        move_latest(self.disk, self.root, self.step)
         self.event("save.after_latest")
         if self.old is not None:
-            remove_tree(self.old)
+            remove_tree(self.disk, self.old)
         if self.keep is not None:
-            retain(self.root, self.keep, self.step, after=named)
+            retain(self.disk, self.root, self.keep, self.step, after=named)
 
     def discard(self) -> None:
         """Remove the temporary directory after a failure, and restore a replaced checkpoint."""
         if self.temp is not None:
-            remove_tree(self.temp)
+            remove_tree(self.disk, self.temp)
         if self.old is not None:
             final = self.root / step_name(self.step)
             if final.exists():  # the new checkpoint is complete; a later step failed
-                remove_tree(self.old)
+                remove_tree(self.disk, self.old)
             else:
                 with contextlib.suppress(OSError):
-                    self.old.rename(final)
+                    self.disk.rename(self.old, final)
 
 
 def _file_record(content: bytes | memoryview) -> FileRecord:

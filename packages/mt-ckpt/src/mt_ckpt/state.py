@@ -12,7 +12,7 @@ import torch
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.content import open_checkpoint, read_shard
-from mt_ckpt.disk import disk_errors
+from mt_ckpt.disk import Disk, disk_errors, make_folders
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest, step_of
@@ -62,12 +62,11 @@ def save(
         raise TypeError(f"state must be a dict, not {type(state).__name__}")
     writer = _Writer()
     encoded = writer.encode(state, (), "state")
-    root = Path(path)
-    with disk_errors("create", root):
-        root.mkdir(parents=True, exist_ok=True)
+    root, disk = Path(path), Disk()
+    make_folders(disk, root)
     with lock_root(root, purpose="saving"):
         _check_ours(root)
-        remove_leftovers(root)
+        remove_leftovers(disk, root)
         step = max(committed_steps(root), default=0) + 1
         metadata = {_KEY: encoded}
         Save(root, step, writer.shards, metadata, keep=1, event=on_event or (lambda _: None)).run(
