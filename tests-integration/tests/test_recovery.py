@@ -79,6 +79,26 @@ def test_a_killed_rank_continues_to_the_same_bits(
     assert_equal_bits(tmp_path, undisturbed, arrays, losses)
 
 
+# CI kills each rank once while a thread writes.
+BACKGROUND_KILLS = [
+    pytest.param(*kill, marks=() if index < 2 else pytest.mark.campaign)
+    for index, kill in enumerate(
+        [("save.data", 3, 1), ("save.manifest", 2, 0), *seeded_kills(20, seed=8)]
+    )
+]
+
+
+@pytest.mark.parametrize(("point", "nth", "rank"), BACKGROUND_KILLS)
+def test_a_rank_killed_beside_saves_in_the_background_continues_to_the_same_bits(
+    point, nth, rank, tiny, undisturbed, tmp_path, arrays, losses
+) -> None:
+    options = (*OPTIONS, "checkpoint.async=true")
+    with pytest.raises(RankDied, match=f"rank {rank}"):
+        tiny.train(tmp_path, *options, nproc=2, on_event=KillAt(point, rank=rank, nth=nth))
+    tiny.train(tmp_path, *options, nproc=2)
+    assert_equal_bits(tmp_path, undisturbed, arrays, losses)
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
+from mt_ckpt.background import BackgroundSaver as BackgroundSaver
 from mt_ckpt.content import verify_checkpoint as verify_checkpoint
 from mt_ckpt.error import CheckpointError as CheckpointError
 from mt_ckpt.grid import Box as Box

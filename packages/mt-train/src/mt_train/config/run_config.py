@@ -141,6 +141,9 @@ class CheckpointSection:
             null saves at the end only.
         keep: Number of checkpoints to keep. null keeps all saves by steps, and the newest two saves
             by time.
+        async_: Save in the background: training waits only for a copy of the weights and moments in
+            the memory of the host, and a thread writes it. The next save, and the end of the run,
+            wait for it.
         load: Run folder or step folder of another run to start from.
         load_mode: `continue` goes on where that run was; `weights` takes its model alone, for other
             data, another length or another optimizer, and starts at step 0.
@@ -148,6 +151,7 @@ class CheckpointSection:
 
     every: int | str | None = "10min"
     keep: int | None = None
+    async_: bool = False
     load: str | None = path_field("")
     load_mode: Literal["continue", "weights"] = "continue"
 
@@ -281,6 +285,7 @@ class RunConfig:
             self._adapters,
             self._sharding,
             self._graphs,
+            self._saves,
         )
         for name, text in chain.from_iterable(part() for part in parts):
             errors.setdefault(name, text)
@@ -330,6 +335,15 @@ class RunConfig:
         if data.eod is not None:
             text = f"{shorten(data.eod)} is a token of data.tokenizer, which is not set; leave it "
             yield "data.eod", text + "out, or name the tokenizer"
+
+    def _saves(self) -> Iterator[tuple[str, str]]:
+        """Yield what saves in the background do not go with."""
+        if self.checkpoint.async_ and self.parallel.check_timeout is not None:
+            text = "saves in the background communicate beside training, and "
+            text += (
+                "parallel.check_timeout compares all calls in their order; leave one of them out"
+            )
+            yield "checkpoint.async", text
 
     def _precision(self) -> Iterator[tuple[str, str]]:
         """Yield formats of numbers that do not go together."""

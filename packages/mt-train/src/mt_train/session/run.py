@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from mt_ckpt import RunFolder, SavedTokenizer
+from mt_ckpt import BackgroundSaver, RunFolder, SavedTokenizer
 from mt_data import (
     BatchSampler,
     GPTDataset,
@@ -193,6 +193,8 @@ class _Session:
             multiple = model.vocab_multiple
             saving.fill_pretrained(self.trainer, self.start.pretrained, vocab_multiple=multiple)
         self._last_save = 0.0
+        self._background: BackgroundSaver | None = None
+        self._said: Path | None = None  # the last save in the background that was reported
 
     def go(self, stack: ExitStack) -> Outcome:
         """Train to the end; rank 0 also reports."""
@@ -204,6 +206,7 @@ class _Session:
         self._announce(reporter)
         saved_step = trainer.progress.step if self.start.own else None
         self._note_saved(self.start.path if self.start.own else None)
+        self._open_saver(stack)
         evaluation: Record | None = None
         stopped = False
         while not trainer.finished and not stopped:
@@ -211,6 +214,7 @@ class _Session:
             stopped = step.stop
             reporter.step(step.record)
             self._say_notes(reporter, step.record)
+            self._say_saved(reporter)
             number = trainer.progress.step
             between = _is_due(self.config.evaluation.every, number) and not trainer.finished
             if between and not stopped and self.held_out is not None:
@@ -220,6 +224,7 @@ class _Session:
                 saved_step = number
         if saved_step != trainer.progress.step:
             self._save(reporter)
+        self._finish_save(reporter)
         if not stopped and self.held_out is not None:
             evaluation = self._evaluate(self.held_out, reporter)
             stopped = evaluation is None
@@ -272,9 +277,17 @@ class _Session:
             ) from error
 
     def _is_save_due(self) -> bool:
-        """Tell on rank 0, whose clock counts, whether the time from save to save is over."""
+        """Tell on rank 0, whose clock counts, whether the time from save to save is over.
+
+        It is so after a failure in the background too: the save that follows raises it on all
+        ranks.
+        """
         seconds = self.config.checkpoint.every_seconds
-        if seconds is None or self.state.rank != 0:
+        if self.state.rank != 0:
+            return False
+        if self._background is not None and self._background.failed:
+            return True
+        if seconds is None:
             return False
         return time.monotonic() - self._last_save >= seconds
 
@@ -369,9 +382,35 @@ class _Session:
 
     def _save(self, reporter: Reporter) -> None:
         reporter.sync()  # what is on record of a step is never younger than its checkpoint
-        path = saving.save(self.trainer, RunFolder(self.out).checkpoints, self.saved)
-        self._note_saved(path)
-        reporter.say(f"saved {path}")
+        root = RunFolder(self.out).checkpoints
+        if self._background is None:
+            path = saving.save(self.trainer, root, self.saved)
+            self._note_saved(path)
+            reporter.say(f"saved {path}")
+            return
+        self._finish_save(reporter)
+        saving.save(self.trainer, root, self.saved, self._background)
+        self._last_save = time.monotonic()
+
+    def _open_saver(self, stack: ExitStack) -> None:
+        if self.config.checkpoint.async_:
+            saver = saving.background_saver(self.trainer, RunFolder(self.out).checkpoints)
+            self._background = stack.enter_context(saver)
+
+    def _finish_save(self, reporter: Reporter) -> None:
+        """Wait for the save in the background, if there is one, and raise its failure."""
+        if self._background is not None:
+            self._background.wait()
+            self._say_saved(reporter)
+
+    def _say_saved(self, reporter: Reporter) -> None:
+        """Say that a save in the background is complete, once."""
+        if self._background is None or self._background.saved == self._said:
+            return
+        self._said = self._background.saved
+        if self.state.rank == 0:
+            self.stop.note = f"ended at once; {self._said} is the last that is saved"
+        reporter.say(f"saved {self._said}")
 
     def _note_saved(self, path: Path | None) -> None:
         """Remember the newest checkpoint, for the clock and for a second signal."""

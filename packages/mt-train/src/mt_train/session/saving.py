@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from mt_ckpt import (
+    BackgroundSaver,
     CheckpointError,
     RunFolder,
     TensorShard,
@@ -19,7 +20,7 @@ from mt_ckpt import (
 )
 from mt_hf import open_pretrained
 from mt_model import saved_buffers
-from mt_parallel_state import PartitionSpec, shard_param, sharding_of
+from mt_parallel_state import PartitionSpec, shard_param, sharding_of, twin_group
 from torch.nn import Parameter
 
 from mt_train.agreement import WORLD, summed
@@ -28,17 +29,35 @@ from mt_train.session.saved import ResumeError, SavedRun
 from mt_train.training.trainer import NonFiniteLossError, Trainer
 
 
-def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:
+def background_saver(trainer: Trainer, root: Path) -> BackgroundSaver:
+    """Return a saver whose threads communicate on a group of their own; every rank calls it."""
+    group = trainer.state.group(WORLD)
+    return BackgroundSaver(
+        root,
+        group=None if group is None else twin_group(group, "saves"),
+        keep=trainer.config.checkpoint.kept,
+        on_event=trainer.on_event,
+    )
+
+
+def save(
+    trainer: Trainer, root: Path, saved: SavedRun, background: BackgroundSaver | None = None
+) -> Path | None:
     """Save the whole training state after a step; every rank calls it.
 
     Args:
         trainer: Its weights and moments.
         root: Folder of the run's checkpoints.
         saved: The metadata; its progress is taken from the trainer.
+        background: Takes a copy of the state, and saves it while training goes on.
+
+    Returns:
+        The step directory; None for a save in the background.
 
     Raises:
         NonFiniteLossError: A weight or a moment is not finite; nothing is saved.
-        CheckpointError: Saving failed; earlier checkpoints are unchanged.
+        CheckpointError: Saving failed, or the last save in the background did; earlier checkpoints
+            are unchanged.
     """
     if not _is_finite(trainer):
         raise NonFiniteLossError(
@@ -48,11 +67,15 @@ def save(trainer: Trainer, root: Path, saved: SavedRun) -> Path:
         )
     scaler = trainer.optimizer.scaler
     now = saved.at(trainer.progress, None if scaler is None else scaler.state)
+    step, metadata = trainer.progress.step, now.metadata(dataclasses.asdict(trainer.state.layout))
+    if background is not None:
+        background.save(step, _to_write(trainer), metadata)
+        return None
     return save_checkpoint(
         root,
-        trainer.progress.step,
+        step,
         _to_write(trainer),
-        now.metadata(dataclasses.asdict(trainer.state.layout)),
+        metadata,
         group=trainer.state.group(WORLD),
         keep=trainer.config.checkpoint.kept,
         on_event=trainer.on_event,
