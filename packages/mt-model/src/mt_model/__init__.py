@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from mt_model.generation.kv_calibration import kv_formats as kv_formats
     from mt_model.generation.packing import pack_weights as pack_weights
     from mt_model.generation.packing import packing_obstacle as packing_obstacle
+    from mt_model.generation.packing import serving_products as serving_products
     from mt_model.kernels.dtype import DTYPES as DTYPES
     from mt_model.language.decoder import GPT as GPT
     from mt_model.language.encoder_decoder import EncoderDecoder as EncoderDecoder

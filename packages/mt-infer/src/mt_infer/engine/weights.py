@@ -14,8 +14,8 @@ from mt_model import (
     Kernels,
     invariance_obstacle,
     pack_weights,
-    packing_obstacle,
     saved_buffers,
+    serving_products,
 )
 from mt_parallel_state import ParallelState, shardings
 from mt_quant import QuantizedLinear
@@ -206,11 +206,11 @@ def loaded_model(run: Run, state: ParallelState, options: EngineOptions, how: An
         options: Sizes and switches.
         how: `dtype`, `ema` and `kernels`; see `load_run`.
     """
-    how = _packed(options, state, how) | {"mtp": options.speculate == "mtp"}
+    how = _serving(options, state, how) | {"mtp": options.speculate == "mtp"}
     if options.batch_invariant is False or state.size("cp") > 1:
         return built_model(run, state, **how)
     usual = Kernels.of(how.get("kernels", "auto"))
-    gemm = "auto" if usual.gemm == "packed" else usual.gemm  # which has packed weights, too
+    gemm = "auto" if usual.gemm in ("packed", "wide") else usual.gemm  # it packs weights, too
     kernels = replace(usual, attention="invariant", gemm=gemm)
     model = built_model(run, state, **how | {"kernels": kernels})
     if options.batch_invariant or not obstacle_of(model, Ranks(state)):
@@ -235,14 +235,14 @@ def with_kernels(model: GPT, kernels: Kernels) -> GPT:
     return made.train(model.training)
 
 
-def _packed(options: EngineOptions, state: ParallelState, how: dict[str, Any]) -> dict[str, Any]:
-    """Choose products of packed weights, where they are possible and none are named."""
+def _serving(options: EngineOptions, state: ParallelState, how: dict[str, Any]) -> dict[str, Any]:
+    """Choose the fastest products for a model that serves, where none are named."""
     kernels = Kernels.of(how.get("kernels", "auto"))
-    dtype = dtype_of(state, how.get("dtype"))
-    unwanted = not options.pack_weights or kernels.gemm != "auto"
-    if unwanted or packing_obstacle(dtype, state.device) is not None:
+    if kernels.gemm != "auto":
         return how
-    return how | {"kernels": replace(kernels, gemm="packed")}
+    dtype = dtype_of(state, how.get("dtype"))
+    gemm = serving_products(dtype, state.device, packs=options.pack_weights)
+    return how | {"kernels": replace(kernels, gemm=gemm)}
 
 
 def with_draft(options: EngineOptions, state: ParallelState, how: Any) -> EngineOptions:
@@ -258,7 +258,7 @@ def with_draft(options: EngineOptions, state: ParallelState, how: Any) -> Engine
         return options
     how = {name: value for name, value in how.items() if name != "ema"}
     with open_run(Path(folder)) as own, same_run(own, state) as run:
-        model = built_model(run, state, **_packed(options, state, how))
+        model = built_model(run, state, **_serving(options, state, how))
         return replace(options, speculate=model)
 
 

@@ -1,4 +1,4 @@
-"""Packed weights of a model that serves: see `mt_model.kernels.packed`."""
+"""Products of a model that serves: see `mt_model.kernels.packed` and `wide`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from mt_model.kernels.packed import PackedGemm, packed_obstacle
+from mt_model.kernels.wide import wide_obstacle
 from mt_model.language.decoder import GPT
 
 
@@ -38,6 +39,22 @@ def pack_weights(model: GPT, *, when: bool = True) -> int:
 def packing_obstacle(dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why `Kernels(gemm="packed")` can't serve a model, or None."""
     return packed_obstacle(torch.empty(0, dtype=dtype, device=device))
+
+
+def serving_products(dtype: torch.dtype, device: torch.device, *, packs: bool = True) -> str:
+    """Return the word for `Kernels(gemm=...)` by which a model serves fastest.
+
+    It is `packed` where oneDNN packs weights, `wide` for bf16 on a CPU without bf16 products, and
+    else `auto`.
+
+    Args:
+        dtype: Dtype of the model.
+        device: Device of the model.
+        packs: Whether there is memory for packed weights.
+    """
+    if packs and packing_obstacle(dtype, device) is None:
+        return "packed"
+    return "auto" if wide_obstacle(torch.empty(0, dtype=dtype, device=device)) else "wide"
 
 
 def _weights(model: GPT, gemm: PackedGemm) -> Iterator[Tensor]:

@@ -68,10 +68,11 @@ class Kernels:
         loss: Softmax and cross entropy of a block of logits: `fused`, `torch` or `reference`.
         gemm: The products of linear layers, of the head, and of `matmul` attention with them:
             `torch`, `cpu` (its, with the bf16 weight gradient in blocks), `onednn` (fp32 on a CPU),
-            `invariant` (the same bits for any number of rows on a CPU) or `packed` (of copies in
-            oneDNN's layout, for a model that serves; see `pack_weights`). `auto` takes `onednn` on
-            one rank where a measurement of some tens of milliseconds finds errors as of fp32 and
-            1.25 times torch's speed.
+            `invariant` (the same bits for any number of rows on a CPU), `packed` (of copies in
+            oneDNN's layout, for a model that serves; see `pack_weights`) or `wide` (many bf16 rows
+            in fp32, where a CPU has no bf16 products; see `serving_products`). `auto` takes
+            `onednn` on one rank where a measurement of some tens of milliseconds finds errors as of
+            fp32 and 1.25 times torch's speed.
 
     Example:
         >>> Kernels.of("fused").norm, Kernels(rope="fused").norm

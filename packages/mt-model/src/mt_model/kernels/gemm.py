@@ -13,6 +13,7 @@ from torch import Tensor
 from mt_model.kernels.cpu import CpuGemm
 from mt_model.kernels.onednn import OneDnnGemm, onednn_drawback, onednn_obstacle
 from mt_model.kernels.packed import PackedGemm, onednn_linear, packed_drawback, packed_obstacle
+from mt_model.kernels.wide import WideGemm, wide_drawback, wide_obstacle
 
 EVEN = 4
 """Rows of an fp32 operand begin at even places if their width is a multiple of this number."""
@@ -68,6 +69,7 @@ GEMM: Registry[Callable[[], Gemm]] = Registry(
         Candidate("torch", TorchGemm),
         Candidate("invariant", InvariantGemm),
         Candidate("packed", PackedGemm, packed_obstacle, packed_drawback),
+        Candidate("wide", WideGemm, wide_obstacle, wide_drawback),
     ),
 )
 """The products of linear layers. Obstacles get a tensor such as the model's, and its number of
