@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 from mt_ckpt.command.place import opened
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.exchange.arrays import below, bytes_of, dtype_of, read_array, stored_name
+from mt_ckpt.exchange.pages import Pages
 from mt_ckpt.load import ArrayReader
 from mt_ckpt.run import RunFolder, SavedModel
 from mt_ckpt.save import save_checkpoint
@@ -56,8 +56,8 @@ class Merge:
             metadata = _metadata(sources, weights)
             folder = stack.enter_context(new_folder(self.out))
             root = _prepared(folder, sources[0])
-            pages = stack.enter_context(tempfile.TemporaryDirectory(dir=folder, prefix=".merge-"))
-            averaged = Average(sources, weights, self._prefix(sources[0])).shards(Path(pages))
+            pages = stack.enter_context(Pages.within(folder))
+            averaged = Average(sources, weights, self._prefix(sources[0])).shards(pages)
             save_checkpoint(root, step, averaged, metadata)
         say(f"{self.out}: step {step}, the average of {len(self.sources)} checkpoints")
         return 0
@@ -98,11 +98,11 @@ class Average:
     weights: Sequence[float]
     prefix: str
 
-    def shards(self, pages: Path) -> list[TensorShard]:
+    def shards(self, pages: Pages) -> list[TensorShard]:
         """Return the averaged arrays, as pages of files that need no memory.
 
         Args:
-            pages: An existing folder for these files.
+            pages: Place of these files.
 
         Raises:
             CheckpointError: The checkpoints have other arrays, shapes, or unequal integers.
@@ -114,14 +114,9 @@ class Average:
         total, done = sum(map(bytes_of, specs.values())), 0
         made, progress = [], Progress()
         try:
-            for number, (name, spec) in enumerate(specs.items()):
+            for name, spec in specs.items():
                 full = stored_name(self.prefix, name)
-                values = self._average(full)
-                paged = values
-                if values.numel():
-                    path, size = str(pages / str(number)), values.numel()
-                    paged = torch.from_file(path, shared=True, size=size, dtype=values.dtype)
-                    paged = paged.view(values.shape).copy_(values)
+                paged = pages.empty(spec.shape, dtype_of(spec)).copy_(self._average(full))
                 made.append(TensorShard(full, paged))
                 done += bytes_of(spec)
                 progress.update("averaging", done, total)

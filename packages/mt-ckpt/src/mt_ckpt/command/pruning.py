@@ -16,9 +16,7 @@ from mt_ckpt.command.place import checkpoints_of
 from mt_ckpt.disk import list_files, remove_tree, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
-from mt_ckpt.root import committed_steps, latest_checkpoint, set_aside
-
-_LOCK = ".lock"
+from mt_ckpt.root import committed_steps, latest_checkpoint, lock_root, set_aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +99,9 @@ def _owned(root: Path) -> Iterator[None]:
         try:
             if root.resolve().name == "checkpoints":
                 stack.enter_context(FolderLock(root.resolve().parent, purpose="pruning"))
-            stack.enter_context(FolderLock(root, purpose="pruning", name=_LOCK))
         except LockedError as error:
             raise CheckpointError(str(error), file=str(root)) from error
+        stack.enter_context(lock_root(root, purpose="pruning"))
         yield
 
 

@@ -1,0 +1,237 @@
+"""Tensors of other formats: described first, read when they are asked for."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mt_files import open_file
+from torch import Tensor
+
+from mt_ckpt.dtype import dtype_name, dtype_names
+from mt_ckpt.error import CheckpointError
+from mt_ckpt.exchange.arrays import Report
+from mt_ckpt.exchange.pages import Pages
+from mt_ckpt.manifest import check_nesting
+from mt_ckpt.shard import TensorShard, check_name
+
+_MAX_PIECES = 1 << 12
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.@+=,/-]")
+
+
+class MappedFiles:
+    """Files as memory, one mapping for each, whose pages are read on first use.
+
+    Args:
+        folder: The folder that the files, and links among them, are in.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def view(self, name: str, start: int, count: int, dtype: torch.dtype) -> Tensor:
+        """Return elements of a file as a flat tensor; writing to it changes no file.
+
+        Raises:
+            CheckpointError: The file is shorter.
+            FileError: It can't be read.
+        """
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        if name not in self._maps:
+            with open_file(self.folder / name, within=self.folder) as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise self._short(name)
+                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        pages = self._maps[name]
+        size = count * dtype.itemsize
+        if start < 0 or start + size > len(pages):
+            raise self._short(name)
+        if start % dtype.itemsize:  # an unaligned tensor is no tensor
+            raw = torch.frombuffer(pages, dtype=torch.uint8, offset=start, count=size)
+            return raw.clone().view(dtype)
+        return torch.frombuffer(pages, dtype=dtype, offset=start, count=count)
+
+    def _short(self, name: str) -> CheckpointError:
+        path = self.folder / name
+        return CheckpointError(
+            f"{path}: is shorter than its tensors; it was not copied whole: restore it",
+            file=str(path),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredBox:
+    """A box of a tensor in a file.
+
+    Attributes:
+        offsets: Index of its first element in the tensor.
+        shape: Shape of the box.
+        file: Name of the file.
+        start: Offset of its elements in the file, in bytes.
+        strides: Distance of neighbours in each dim, in elements; None for row-major order.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    strides: tuple[int, ...] | None = None
+
+    def read(self, files: MappedFiles, dtype: torch.dtype) -> Tensor:
+        """Return the box."""
+        if self.strides is None or not math.prod(self.shape):
+            flat = files.view(self.file, self.start, math.prod(self.shape), dtype)
+            return flat.view(self.shape)
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
+        flat = files.view(self.file, self.start, last + 1, dtype)
+        return flat.as_strided(self.shape, self.strides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignTensor:
+    """A tensor of another format.
+
+    Attributes:
+        dtype: Dtype of its elements.
+        shape: Shape of the whole tensor.
+        pieces: The boxes that it consists of.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Sequence[StoredBox]
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the pages of a file are the tensor."""
+        return len(self.pieces) == 1 and self.pieces[0].start % self.dtype.itemsize == 0
+
+    def check(self, name: str) -> None:
+        """Raise CheckpointError unless the pieces are the whole tensor, each element once."""
+        reason = ""
+        starts = np.array([piece.offsets for piece in self.pieces], dtype=np.int64)
+        ends = starts + np.array([piece.shape for piece in self.pieces], dtype=np.int64)
+        if not self.pieces or len(self.pieces) > _MAX_PIECES:
+            reason = f"{len(self.pieces)} pieces"
+        elif starts.shape != (len(self.pieces), len(self.shape)) or (ends > self.shape).any():
+            reason = "a piece outside of it"
+        elif sum(math.prod(p.shape) for p in self.pieces) != math.prod(self.shape):
+            reason = "pieces of another size than the whole"
+        elif _overlap(starts, ends):
+            reason = "pieces that overlap"
+        if reason:
+            raise CheckpointError(
+                f"tensor {name!r} of shape {self.shape} has {reason}; the checkpoint is damaged: "
+                "restore it from a copy",
+                tensor=name,
+            )
+
+    def read(self, files: MappedFiles, *, into: Tensor | None = None) -> Tensor:
+        """Return the whole tensor, as pages of its file where it is in one piece.
+
+        Args:
+            files: The files of the checkpoint.
+            into: Tensor to fill and return, where there are several pieces or a copy is needed.
+        """
+        if self.in_place:
+            return self.pieces[0].read(files, self.dtype)
+        whole = torch.empty(self.shape, dtype=self.dtype) if into is None else into
+        for piece in self.pieces:
+            ends = (o + n for o, n in zip(piece.offsets, piece.shape, strict=True))
+            box = tuple(map(slice, piece.offsets, ends))
+            whole[box].copy_(piece.read(files, self.dtype))
+        return whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignCheckpoint:
+    """A checkpoint of another format, whose tensors are read when they are asked for.
+
+    Attributes:
+        files: Its files.
+        tensors: Its tensors by name.
+        skipped: Names of entries that are no tensors.
+        step: Its training step, if it is known.
+        description: What else is known of it, as plain values.
+    """
+
+    files: MappedFiles
+    tensors: Mapping[str, ForeignTensor]
+    skipped: Sequence[str] = ()
+    step: int | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor.
+
+        Raises:
+            CheckpointError: A file is damaged.
+        """
+        return self.tensors[name].read(self.files)
+
+    def shards(self, pages: Pages, prefix: str, report: Report) -> Iterator[TensorShard]:
+        """Yield all tensors as arrays of a checkpoint.
+
+        Args:
+            pages: Place for tensors that consist of several pieces.
+            prefix: Group in which the arrays are put; empty for none.
+            report: Called before each tensor.
+
+        Raises:
+            CheckpointError: A tensor has no possible name or dtype, or a file is damaged.
+        """
+        names = self._names(prefix)
+        total, done = sum(tensor.size for tensor in self.tensors.values()), 0
+        for name, tensor in self.tensors.items():
+            report(done, total)
+            done += tensor.size
+            if dtype_name(tensor.dtype) not in dtype_names():
+                raise CheckpointError(
+                    f"tensor {name!r} is {dtype_name(tensor.dtype)}, which a checkpoint can't "
+                    f"store; convert it first to one of {', '.join(dtype_names())}",
+                    tensor=name,
+                )
+            into = None if tensor.in_place else pages.empty(tensor.shape, tensor.dtype)
+            yield TensorShard(names[name], tensor.read(self.files, into=into))
+
+    def _names(self, prefix: str) -> dict[str, str]:
+        start = f"{prefix.strip('/')}/" if prefix else ""
+        names = {name: start + _UNSAFE.sub("_", name) for name in self.tensors}
+        if len(set(names.values())) < len(names):
+            twice = next(n for n in names.values() if list(names.values()).count(n) > 1)
+            both = [name for name, made in names.items() if made == twice]
+            raise CheckpointError(
+                f"tensors {both[0]!r} and {both[1]!r} would both be the array {twice}; rename one"
+            )
+        try:
+            for name in names.values():
+                check_name(name)
+            check_nesting(list(names.values()))
+        except ValueError as error:
+            raise CheckpointError(f"{self.files.folder}: {error}") from error
+        return names
+
+
+def _overlap(starts: np.ndarray, ends: np.ndarray) -> bool:
+    """Return whether two boxes share an element."""
+    for index in range(len(starts) - 1):
+        low = np.maximum(starts[index], starts[index + 1 :])
+        high = np.minimum(ends[index], ends[index + 1 :])
+        if (low < high).all(axis=1).any():
+            return True
+    return False
