@@ -85,6 +85,11 @@ def wait_for(is_true: Any, seconds: float = 20) -> None:
         time.sleep(0.01)
 
 
+def children(pid: int) -> list[int]:
+    """Return the numbers of the processes that a process's main thread has started."""
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
 class Process:
     """`mt-infer serve` of a run as a process, whose log is beside the run.
 
@@ -120,8 +125,7 @@ class Process:
     @property
     def engines(self) -> list[int]:
         """Numbers of the engines' processes."""
-        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-        return list(map(int, Path(children).read_text().split()))
+        return children(self.process.pid)
 
     def complete(self, body: dict[str, Any]) -> Answer:
         """Send a request for a completion."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mt_parallel_state
 import pytest
-from mt_parallel_state import launch
+from mt_parallel_state import launch, leading
 
 RANK_MODULE = """
 import os, signal, sys, time
@@ -301,3 +301,15 @@ def test_a_module_that_does_not_exist_fails(
     assert "No module named no_such_module" in capfd.readouterr().err
     with pytest.raises(ValueError, match="nproc must be at least 1 and at most 1024, got 0"):
         launch("x", [], 0)
+
+
+def test_the_ranks_that_one_leads_know_their_place_and_end_with_the_block(folder: Path) -> None:
+    with leading("rank_module", [str(folder), "variables"], 3) as (env, others):
+        assert (env.rank, env.world_size, env.store_is_served) == (0, 3, True)
+        assert [each.wait(60) for each in others] == [0, 0]
+    assert [(folder / rank).read_text().split()[:2] for rank in "12"] == [["1", "3"], ["2", "3"]]
+    with leading("rank_module", [str(folder), "die"], 2) as (_, (other,)):
+        pass
+    assert other.returncode == -signal.SIGKILL
+    with pytest.raises(ValueError, match="nproc"), leading("rank_module", [], 1):
+        pass

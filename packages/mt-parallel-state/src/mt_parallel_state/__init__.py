@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from mt_parallel_state.job import leave_process_group as leave_process_group
     from mt_parallel_state.job import must_launch as must_launch
     from mt_parallel_state.launcher import launch as launch
+    from mt_parallel_state.launcher import leading as leading
     from mt_parallel_state.signals import StopSignals as StopSignals
     from mt_parallel_state.signals import stop_signals as stop_signals
     from mt_parallel_state.store import JoinError as JoinError

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mt_files import check_type
 
+from mt_parallel_state.environment import DistributedEnv
 from mt_parallel_state.signals import signal_name, signals_to
 from mt_parallel_state.store import host_on_loopback
 
@@ -67,6 +68,43 @@ def launch(module: str, args: Sequence[str], nproc: int) -> int:
                 process.kill()
             for process in ranks:
                 process.wait()
+
+
+@contextmanager
+def leading(
+    module: str, args: Sequence[str], nproc: int
+) -> Iterator[tuple[DistributedEnv, list[subprocess.Popen[bytes]]]]:
+    """Make this process rank 0 of a job, and start `python -P -m module args` as the other ranks.
+
+    They get the variables that `launch` gives, and meet in a store on loopback, which this process
+    hosts. They are killed at the end of the block; on Linux also when this thread or process ends.
+
+    Args:
+        module: See `launch`.
+        args: Its arguments.
+        nproc: Number of ranks with this one, 2 to 1024.
+
+    Yields:
+        The place of this process, for `joined` or `init_process_group`, and the other ranks in
+        order. Whoever leads watches them: a rank that ends leaves the others waiting.
+    """
+    check_type("nproc", nproc, int)
+    if not 2 <= nproc <= MOST_LOCAL_RANKS:
+        raise ValueError(f"nproc must be at least 2 and at most {MOST_LOCAL_RANKS}, got {nproc}")
+    store = host_on_loopback()
+    env = DistributedEnv(
+        world_size=nproc, local_world_size=nproc, master_port=store.port, store_is_served=True
+    )
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(1, nproc):
+            ranks.append(_start(module, args, rank, nproc, store.port))
+        yield env, ranks
+    finally:
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.wait()
 
 
 def _start(

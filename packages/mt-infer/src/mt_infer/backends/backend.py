@@ -103,7 +103,10 @@ class Setup:
         step: Step of a run's checkpoint; None for the latest.
         dtype: See `Engine.from_folder`.
         follow: Whether newer steps are loaded as they are committed.
-        device: Number of the GPU, counted on from 0 again behind the last one.
+        device: Number of the GPU, counted on from 0 again behind the last one; where several ranks
+            share the model, number of the group of GPUs.
+        nproc: Number of ranks that share the model.
+        pp: Number of pipeline stages; `nproc / pp` ranks share a stage by tensor parallelism.
         adapters: Folders of adapters by name.
         options: Fields of `EngineOptions`.
     """
@@ -114,6 +117,8 @@ class Setup:
     dtype: str | None = None
     follow: bool = False
     device: int = 0
+    nproc: int = 1
+    pp: int = 1
     adapters: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -162,7 +162,7 @@ class EngineProcess:
     async def _started(self) -> Channel:
         """Start a process, and return the channel to it when it is ready."""
         ours, theirs = socket.socketpair()
-        own = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+        own = _environment(self._setup)
         how = {"pass_fds": [theirs.fileno()], "env": own, "stdin": asyncio.subprocess.DEVNULL}
         command = [sys.executable, "-P", "-m", "mt_infer.backends.worker", str(theirs.fileno())]
         with theirs:  # what it prints is no result of ours; a signal to our group is not for it
@@ -179,7 +179,8 @@ class EngineProcess:
         if found is None or "failed" in found:
             writer.close()
             await self._end()
-            raise EngineStartError(found["failed"] if found else "the engine's process has ended")
+            ended = "the engine's process has ended; its log says why"
+            raise EngineStartError(found["failed"] if found else ended)
         self._take_facts(found["facts"])
         self._take_texts(found)
         self._is_asleep = False
@@ -224,3 +225,19 @@ class EngineProcess:
         if message["tokenizer"] is not None and self._tokenizer is None:
             path, eod = message["tokenizer"]
             self._tokenizer = load_tokenizer(Path(path), eod=eod)
+
+
+def _environment(setup: Setup) -> dict[str, str]:
+    """Return the environment of an engine's process, without the key of clients."""
+    own = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    if setup.nproc == 1:
+        return own
+    own.setdefault("OMP_NUM_THREADS", str((os.cpu_count() or 1) // setup.nproc or 1))
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:  # the ranks would listen for each other on every interface
+        own.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    end = (setup.device + 1) * setup.nproc
+    named = own.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(end)))).split(",")
+    if setup.device:  # the GPUs behind those of the groups before
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(named[end - setup.nproc : end])
+    return own

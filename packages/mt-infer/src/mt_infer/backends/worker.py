@@ -1,20 +1,36 @@
-"""The engine's process: `python -m mt_infer.backends.worker FD`, with a socket to the server."""
+"""The engine's process: `python -m mt_infer.backends.worker FD`, with a socket to the server.
+
+Where several ranks share the model, it is the first, and starts the others with a JSON text of the
+setup in place of FD.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
+import subprocess
 import sys
-from collections.abc import Coroutine
-from contextlib import aclosing
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
 import torch
 from mt_ckpt import RunFolder, latest_checkpoint
 from mt_files import UserError
+from mt_parallel_state import (
+    DistributedEnv,
+    ParallelLayout,
+    ParallelState,
+    detect_env,
+    init_process_group,
+    leading,
+)
 
 from mt_infer.backends.backend import Job, Setup
 from mt_infer.backends.local import LocalEngine
@@ -40,6 +56,7 @@ _CALLS = frozenset(
         "remove_adapter",
     }
 )
+_RANK_POLL_S, _RANK_GRACE_S = 0.05, 0.2
 _log = logging.getLogger("mt_infer.server")
 
 
@@ -134,14 +151,32 @@ class Worker:
         self._writer.write(pack(message))
 
 
-def loaded(setup: Setup) -> LocalEngine:
-    """Load the engine of a setup."""
-    if torch.cuda.is_available():
+def loaded(setup: Setup, env: DistributedEnv) -> Engine:
+    """Load a rank's engine of a setup; all ranks call it.
+
+    Args:
+        setup: What to load.
+        env: Which rank this process is.
+    """
+    state = None
+    if env.world_size > 1:
+        layout = ParallelLayout(tp=env.world_size // setup.pp, pp=setup.pp)
+        state = ParallelState(layout, rank=env.rank, device=init_process_group(env))
+    elif torch.cuda.is_available():
         torch.cuda.set_device(setup.device % torch.cuda.device_count())
     how = {"step": setup.step, "dtype": setup.dtype, "adapters": setup.adapters}
-    engine = Engine.from_folder(setup.folder, **how, **setup.options)
+    engine = Engine.from_folder(setup.folder, state=state, **how, **setup.options)
     use_threads(engine.model)
-    return LocalEngine(engine, name=setup.name)
+    return engine
+
+
+def _end_with(others: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End this process when one of the others ends, as a pass would wait for it."""
+    while (ended := next((each for each in others if each.poll() is not None), None)) is None:
+        time.sleep(_RANK_POLL_S)
+    time.sleep(_RANK_GRACE_S)  # an error that all ranks have is told by this one
+    _log.critical("a rank of the engine has ended", extra={"code": ended.returncode})
+    os._exit(1)
 
 
 def _ready(engine: LocalEngine) -> dict[str, Any]:
@@ -160,9 +195,24 @@ async def _main(descriptor: int) -> int:
     if found is None:
         return 0
     setup: Setup = found["setup"]
-    loading = asyncio.create_task(asyncio.to_thread(loaded, setup))
+    with ExitStack() as stack:
+        env = DistributedEnv()
+        if setup.nproc > 1:
+            given = "mt_infer.backends.worker", [json.dumps(vars(setup))], setup.nproc
+            env, others = stack.enter_context(leading(*given))
+            threading.Thread(target=_end_with, args=(others,), daemon=True).start()
+        return await _serve(setup, env, reader, writer)
+
+
+async def _serve(
+    setup: Setup,
+    env: DistributedEnv,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> int:
+    """Load the engine, serve the server's messages, and return the exit status of a failure."""
     try:
-        engine = await loading
+        engine = LocalEngine(await asyncio.to_thread(loaded, setup, env), name=setup.name)
     except Exception as error:
         explained = explain(error)
         writer.write(pack({"failed": str(error) if explained is None else explained[1]}))
@@ -180,6 +230,9 @@ async def _main(descriptor: int) -> int:
 
 
 if __name__ == "__main__":
-    os.set_inheritable(int(sys.argv[1]), False)  # noqa: FBT003
     log_to(sys.stderr)
+    if sys.argv[1].startswith("{"):
+        loaded(Setup(**json.loads(sys.argv[1])), detect_env()).serve()
+        os._exit(0)
+    os.set_inheritable(int(sys.argv[1]), False)  # noqa: FBT003
     sys.exit(asyncio.run(_main(int(sys.argv[1]))))

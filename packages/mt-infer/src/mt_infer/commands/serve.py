@@ -56,6 +56,12 @@ class Serve:
     model."""
     max_batch: int = 64
     """Largest number of requests in a pass."""
+    max_batch_tokens: int = 512
+    """Largest number of tokens in a pass; a longer prompt takes several."""
+    nproc: int | None = None
+    """Number of processes that share the model; by default --pp."""
+    pp: int = 1
+    """Number of pipeline stages, each with a part of the layers; processes may share a stage."""
     replicas: int = 1
     """Number of engines, each with the model in a process of its own, and on a GPU of its own if
     there are several; a request goes to the one that has seen the beginning of its prompt, or to
@@ -102,12 +108,18 @@ class Serve:
             raise ValueError(f"--replicas {self.replicas}: use 1 or more")
         if self.prefill < 0:
             raise ValueError(f"--prefill {self.prefill}: use 0 or more")
+        if self.pp < 1:
+            raise ValueError(f"--pp {self.pp}: use 1 or more")
+        nproc = self.pp if self.nproc is None else self.nproc
+        if nproc < 1 or nproc % self.pp:
+            raise ValueError(f"--nproc {nproc}: use a multiple of --pp {self.pp}")
         named = [each.partition("=") for each in self.adapter]
         wrong = next((name for name, _, folder in named if not (name and folder)), None)
         if wrong is not None:
             raise ValueError(f"--adapter {wrong}: write NAME=FOLDER")
         options: dict[str, Any] = {
             "max_batch": self.max_batch,
+            "max_batch_tokens": self.max_batch_tokens,
             "kv_cache_dtype": self.kv_cache_dtype,
             "speculate": self.speculate,
         }
@@ -117,6 +129,8 @@ class Serve:
             step=self.step,
             dtype=self.dtype,
             follow=self.follow,
+            nproc=nproc,
+            pp=self.pp,
             adapters={name: folder for name, _, folder in named},
             options=options,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +18,7 @@ from mt_infer.prompts.ask import Ask
 from mt_infer.server.serving import Serving, until_gone
 
 _COMPACT = (",", ":")
+_log = logging.getLogger("mt_infer.server")
 
 
 async def streamed(request: Request, ask: Ask, writer: Writer) -> Response:
@@ -50,9 +52,17 @@ async def _events(
                 yield _text(writer.chunks(delta), named=named)
             yield _text(writer.last_chunks(), named=named)
         except RefusedError as error:
-            yield _text([{"type": "error", **error.body} if named else error.body], named=named)
+            yield _text([_failed(error, named=named)], named=named)
+        except Exception as error:  # noqa: BLE001 - the status is sent, so an event says it
+            _log.exception("a stream failed", extra={"error": type(error).__name__})
+            refused = RefusedError(500, "the server failed", code="internal_error")
+            yield _text([_failed(refused, named=named)], named=named)
         if not named:
             yield "data: [DONE]\n\n"
+
+
+def _failed(error: RefusedError, *, named: bool) -> Mapping[str, Any]:
+    return {"type": "error", **error.body} if named else error.body
 
 
 def _text(bodies: Iterable[Mapping[str, Any]], *, named: bool) -> str:
