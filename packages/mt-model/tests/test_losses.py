@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from mt_model import GPT, FeedForwardConfig, ModelConfig, gpt
+from mt_model import GPT, FeedForwardConfig, ModelConfig, MTPConfig, gpt
 from routed import RoutedConfig
 from torch import nn
 
@@ -129,3 +129,37 @@ def test_names_with_another_meaning_are_refused(name):
     plain = TINY.layers[0].feed_forward
     with pytest.raises(ValueError, match=f"a loss is called '{name}'; use a word other than"):
         with_feed_forward(plain, FixedConfig(returns=None, names=(name,)), plain)
+
+
+def test_the_loss_of_each_label_has_its_weight():
+    config = replace(TINY, z_loss=0.1, mtp=MTPConfig())
+    model = GPT(config, seed=1, dtype=torch.float64)
+    weight = next(model.parameters())
+    weights = torch.rand(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = BATCH["labels"].clone()
+    labels[0, 2:5] = -100
+
+    def losses(**more):
+        found = model(None, {**BATCH, "labels": labels, **more})
+        found["lm"].backward()
+        grad, weight.grad = weight.grad, None
+        return found, grad
+
+    whole, grad = losses(label_weights=weights)
+    sums = dict.fromkeys(("lm", "z", "mtp_1"), 0.0)
+    expected = torch.zeros_like(grad)
+    for row, place in (labels != -100).nonzero().tolist():
+        one = torch.zeros_like(weights)
+        one[row, place] = 1
+        found, own = losses(label_weights=one)
+        expected += weights[row, place] * own
+        for name in sums:
+            sums[name] += float(weights[row, place] * found[name].detach())
+    for name, value in sums.items():
+        assert float(whole[name].detach()) == pytest.approx(value, rel=1e-12)
+    torch.testing.assert_close(grad, expected, rtol=1e-10, atol=0)
+    plain, grad = losses()
+    ones, same = losses(label_weights=torch.ones_like(weights))
+    torch.testing.assert_close(ones["lm"], plain["lm"], rtol=1e-12, atol=0)
+    torch.testing.assert_close(same, grad, rtol=1e-10, atol=1e-14)
+    assert ones["tokens"] == plain["tokens"] == 13

@@ -121,6 +121,7 @@ class GPT(GeneratingStack):
                 `documents`, ids of packed documents that do not see each other; `positions` other
                 than 0, 1, 2 and on, or three for each token (MRoPE); `mask`, True where a token is
                 and False at padding, which no token sees and which has no positions;
+                `label_weights`, by which the loss of each label is multiplied;
                 `sequence_labels`, the class of each row for a pooled head, where -100 does not
                 count; `memory` and `memory_mask` for cross-attention, whole on every rank; and for
                 generation this stage's own `cache`, with which the last stage returns only the
@@ -137,7 +138,7 @@ class GPT(GeneratingStack):
             with gradients.
 
         Shape:
-            tokens, labels, positions, token_types: [B, S / cp], this rank's as
+            tokens, labels, label_weights, positions, token_types: [B, S / cp], this rank's as
             `mt_context_parallel.shard` cuts them, or positions [3, B, S / cp]; documents, mask:
             [B, S], whole; sample_ids, sequence_labels: [B]; embeddings: [B, S / cp, hidden];
             pixel_values: [N, C, H, W]; memory: [B, M, size]; memory_mask: [B, M];
@@ -202,7 +203,8 @@ class GPT(GeneratingStack):
         if slots is not None:
             return self.scores(x.index_select(1, slots.scored))
         if batch.get("labels") is not None:
-            return {**self.loss(x, batch["labels"]), **self._pooled_loss(x, batch), **losses}
+            own = self.loss(x, batch["labels"], batch.get("label_weights"))
+            return {**own, **self._pooled_loss(x, batch), **losses}
         return self.scores(x if cache is None else last_tokens(x, batch.get("mask")))
 
     def _pooled_loss(self, x: Tensor, batch: Batch) -> Losses:
@@ -227,6 +229,8 @@ class GPT(GeneratingStack):
             return losses
         teaching = batch.get("teaching")
         if teaching is not None:
+            if batch.get("label_weights") is not None:
+                raise ValueError("a student learns all labels alike; leave label_weights out")
             found = self.head(self._normed(x), batch["labels"], tied=self._tied, teaching=teaching)
             losses = add_losses(losses, found)
         if not self.mtp:
@@ -234,9 +238,9 @@ class GPT(GeneratingStack):
         ahead = Ahead(batch, shared.documents, self.shard.context.group)
         x = self._normed(x)
         for depth, module in enumerate(self.mtp, start=1):
-            tokens, labels = ahead.at(depth)
+            tokens, labels, weights = ahead.at(depth)
             x, more = module(x, self.embedding(tokens), shared)
-            found = self.head(x, labels, tied=self._tied, with_z=False)
+            found = self.head(x, labels, weights, tied=self._tied, with_z=False)
             losses = add_losses(losses, self._whole(more))
             losses |= {f"mtp_{depth}": found["lm"], f"tokens_{depth}": found["tokens"]}
         if shared.saved is not None:
@@ -292,9 +296,9 @@ class GPT(GeneratingStack):
         """Norm the last layer's output and score the next token, over the whole vocabulary."""
         return self.head(self._normed(x), tied=self._tied)
 
-    def loss(self, x: Tensor, labels: Tensor) -> Losses:
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Losses:
         """Norm the last layer's output, and sum its cross entropies with this rank's labels."""
-        return self.head(self._normed(x), labels, tied=self._tied)
+        return self.head(self._normed(x), labels, weights, tied=self._tied)
 
     def teach(self, x: Tensor, temperature: float) -> Teaching:
         """Norm the last layer's output, for a student to learn the scores of the head.

@@ -155,9 +155,9 @@ class EncoderDecoder(GPT):
         """Score the next token over the whole vocabulary, from the normed last output."""
         return self.head(x, tied=self._tied)
 
-    def loss(self, x: Tensor, labels: Tensor) -> Losses:
+    def loss(self, x: Tensor, labels: Tensor, weights: Tensor | None = None) -> Losses:
         """Sum the cross entropies with labels, from the normed last output."""
-        return self.head(x, labels, tied=self._tied)
+        return self.head(x, labels, weights, tied=self._tied)
 
     def logits(
         self,

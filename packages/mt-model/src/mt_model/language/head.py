@@ -65,6 +65,7 @@ class LanguageHead(nn.Module):
         self,
         x: Tensor,
         labels: Tensor | None = None,
+        weights: Tensor | None = None,
         *,
         tied: Tensor | None = None,
         with_z: bool = True,
@@ -75,6 +76,8 @@ class LanguageHead(nn.Module):
         Args:
             x: The last layer's output, normed.
             labels: Labels of this rank's tokens; -100 does not count.
+            weights: Weight of the loss of each label; None is 1 for all. Then the logits are made
+                again in backward.
             tied: The embedding's matrix, for a tied head.
             with_z: Include the loss `z` if the model has one.
             teaching: A teacher's side, for the loss `distillation` in place of the others.
@@ -85,15 +88,16 @@ class LanguageHead(nn.Module):
             `z_loss` the sum `z`, whose gradient comes with that of `lm`, made in one sweep.
 
         Shape:
-            x: [B, S, hidden] (S / tp tokens under sequence parallelism); labels: [B, S]; scores:
-            [B, S, vocab_size].
+            x: [B, S, hidden] (S / tp tokens under sequence parallelism); labels, weights: [B, S];
+            scores: [B, S, vocab_size].
         """
         x, weight = self._product(x, tied)
         if labels is None:
             return self._scores(x, weight)
         if teaching is not None:
             return {"distillation": self._divergence(x, weight, labels, teaching)}
-        return self._losses(x, weight, labels, self.config.z_loss if with_z else 0.0)
+        z_loss = self.config.z_loss if with_z else 0.0
+        return self._losses((x, weight), labels, weights, z_loss)
 
     @torch.no_grad()
     def teach(self, x: Tensor, temperature: float, *, tied: Tensor | None = None) -> Teaching:
@@ -133,13 +137,21 @@ class LanguageHead(nn.Module):
             scores = softcap * torch.tanh(scores / softcap)
         return gather_from_group(scores, group, dim=-1)[..., : self.config.vocab_size]
 
-    def _losses(self, x: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Losses:
+    def _losses(
+        self,
+        product: tuple[Tensor, Tensor],
+        labels: Tensor,
+        weights: Tensor | None,
+        z_loss: float,
+    ) -> Losses:
+        x, weight = product
         lm, z = linear_cross_entropy_and_z(
             self._everywhere(x),
             weight,
             labels,
             bias=self.bias,
             options=LossOptions(
+                reduction="sum" if weights is None else "none",
                 z_loss=z_loss,
                 vocab_size=self.config.vocab_size,
                 softcap=self.config.logit_softcap,
@@ -148,6 +160,9 @@ class LanguageHead(nn.Module):
             group=self.shard.group,
             gemm=self.shard.gemm,
         )
+        if weights is not None:
+            lm, z = (torch.where(labels != IGNORE_INDEX, weights * each, 0) for each in (lm, z))
+            lm, z = lm.sum(), z.sum()
         found = {"lm": lm, "z": z} if z_loss else {"lm": lm}
         return {**found, "tokens": (labels != IGNORE_INDEX).sum()}
 

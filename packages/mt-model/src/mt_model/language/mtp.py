@@ -87,18 +87,24 @@ class Ahead:
             )
         self.group, self.documents = group, documents
         self.tokens, self.labels = (unshard(batch[name], group) for name in ("tokens", "labels"))
+        weights = batch.get("label_weights")
+        self.weights = None if weights is None else unshard(weights, group)
 
-    def at(self, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens `depth` places after this rank's, and their labels.
+    def at(self, depth: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens `depth` places after this rank's, their labels and the labels' weights.
 
-        Past the end of the document or the sequence they are 0 and -100.
+        Past the end of the document or the sequence they are 0, -100 and 0.
 
         Shape:
             [B, S / cp] each.
         """
         both = (self.tokens, 0), (self.labels, IGNORE_INDEX)
-        tokens, labels = (shard_sequence(self._moved(x, depth, end), self.group) for x, end in both)
-        return tokens, labels
+        tokens, labels = (self._own(x, depth, end) for x, end in both)
+        weights = None if self.weights is None else self._own(self.weights, depth, 0)
+        return tokens, labels, weights
+
+    def _own(self, x: Tensor, depth: int, end: int) -> Tensor:
+        return shard_sequence(self._moved(x, depth, end), self.group)
 
     def _moved(self, x: Tensor, depth: int, end: int) -> Tensor:
         left = max(x.shape[1] - depth, 0)
