@@ -78,7 +78,7 @@ async def attack(app: FastAPI, seed: int, number: int) -> dict[int, int]:
             seconds = time.monotonic() - began
             why = f"seed {seed}, number {n}: {request.path} {request.body[:300]!r}: {body[:300]!r}"
             assert status < 500, why
-            assert seconds < 60, why  # not a hang; the speed is the machine's
+            assert seconds < 5, why  # with TOGETHER others on a busy machine
             assert b'"code":"internal_error"' not in body, why
             if status != 200:
                 error = json.loads(body)["error"]

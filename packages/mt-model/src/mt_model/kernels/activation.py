@@ -7,7 +7,7 @@ from typing import Any
 
 import mt_fusions
 from mt_kernels import Choice, Selector
-from mt_tensor_parallel import ColumnParallelLinear
+from mt_tensor_parallel import ColumnParallelLinear, adapter_of
 from torch import Tensor, nn
 
 _ADDS_BIAS = ("gelu", "gelu_tanh")
@@ -64,6 +64,6 @@ class PlainActivation:
 
 def _bias_of(linear: nn.Module) -> Tensor | str:
     """Return the bias that a kernel may add, or why there is none."""
-    if not isinstance(linear, ColumnParallelLinear):
+    if not isinstance(linear, ColumnParallelLinear) or adapter_of(linear) is not None:
         return "an adapter is added to the projection first"
     return "the projection has no bias" if linear.bias is None else linear.bias
