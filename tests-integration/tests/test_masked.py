@@ -41,7 +41,7 @@ def bert(tmp_path_factory, tiny):
     build_corpus(documents[:20], folder / "train", tokenizer)
     build_corpus(documents[20:], folder / "validation", tokenizer)
     text = EXAMPLE.read_text()
-    begin, end = text.index("  corpus:"), text.index("  objective:")
+    begin, end = text.index("  corpus:"), text.index("  kind:")
     own = f"  train: [{folder}/train]\n  validation: {folder}/validation\n"
     own += f"  tokenizer: {folder}/tokenizer.json\n  eod: {tokenizer.eod_token}\n"
     config = folder / "bert.yaml"

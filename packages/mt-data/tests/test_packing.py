@@ -129,7 +129,7 @@ def test_a_rank_that_reads_nothing_knows_which_labels_count(dataset, monkeypatch
     expected = read.step(0) + read.step(1)
     assert any((batch["labels"] == PADDING).any() for batch in expected)
     monkeypatch.setattr(dataset, "read", None)
-    _, unread = samplers(samples, packing=packing, parts=parts, reads=False)
+    _, unread = samplers(samples, packing=packing, parts=parts, stages=("middle",))
     for whole, batch in zip(expected, unread.step(0) + unread.step(1), strict=True):
         assert batch.keys() == whole.keys()
         assert not batch["tokens"].any()
@@ -157,7 +157,7 @@ def test_windows_are_packed_like_samples(tmp_path_factory, lengths, stride, star
         list(windows.batches(2)),
         list(windows.batches(2, rows=Rows(packing="documents"))),
     )
-    unread = list(windows.batches(2, rows=Rows(packing="documents", reads=False)))
+    unread = list(windows.batches(2, rows=Rows(packing="documents", stages=("middle",))))
     part = list(windows.batches(2, rows=Rows(packing="documents", parts=((cut, 6),))))
     for whole, batch, none, some in zip(plain, packed, unread, part, strict=True):
         for row, window in enumerate(batch["sample_ids"]):

@@ -99,7 +99,7 @@ def report_reading(trainer: Trainer, step: float) -> None:
         "whole rows": Rows(),
         "packed documents": Rows(packing="documents"),
         "the part of a rank of cp=4": Rows(parts=((0, eighth), (length - eighth, length))),
-        "a rank that reads nothing": Rows(reads=False),
+        "a rank that reads nothing": Rows(stages=("middle",)),
     }
     for name, rows in kinds.items():
         loader = Waiting(trainer.sampler.with_rows(rows))

@@ -18,6 +18,7 @@ from mt_model import FIELDS
 from mt_testing import sample
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import _options_last, _run_folder, main
+from mt_train.config.kinds.registry import KINDS
 from mt_train.config.parallel_section import ParallelSection
 from mt_train.keys import explain, sections
 
@@ -283,6 +284,7 @@ def test_every_key_has_a_meaning_and_the_page_is_current() -> None:
     assert all(section.text for section in sections())
     shown = yaml.safe_load(to_yaml(load_config(TINY).config))
     named = {f"{s}.{k}" for s, part in shown.items() for k in part} | {"plugins"}
+    named |= {f"data.{key}" for kind in KINDS for key in kind.own_keys()}
     assert named == {key.name for key in keys} - ({f"model.{name}" for name in FIELDS} - named)
     written = (ROOT / "docs" / "mt-train-keys.md").read_text()
     page = runpy.run_path(str(KEY_PAGE))["page"]()

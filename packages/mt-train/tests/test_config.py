@@ -567,7 +567,10 @@ T5 = Path(__file__).parents[1] / "examples/t5.yaml"
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("data.spans=null", "data.spans: missing, and the model has an encoder; use {} for spans"),
+        (
+            "data={kind: text, corpus: standard-library}",
+            "data.kind: text has nothing for the model",
+        ),
         ("data.spans.density=0.6", "data.spans.density: 0.6 is too large"),
         ("data.spans.mean_length=0", "data.spans.mean_length: 0.0 is too small"),
         ("data.spans.decoder_length=9", "data.spans.decoder_length: 9 is too small for 3 spans of"),
@@ -590,7 +593,7 @@ def test_spans_that_do_not_fit_the_model_are_refused(override: str, expected: st
 
 
 def test_spans_need_a_model_that_reads_them() -> None:
-    with pytest.raises(ConfigError, match="the model has no encoder that would read them"):
+    with pytest.raises(ConfigError, match="spans, but the model has no encoder that would read"):
         load_config(T5.with_name("tiny.yaml"), ["data.spans={}"])
 
 

@@ -73,7 +73,9 @@ def test_labels_further_on_are_counted_by_the_rank_that_holds_them(packing, coun
     names = ("tokens", "tokens_1", "tokens_2")
     for parts in ([None], halves):
         each = [Rows(packing=packing, parts=part) for part in parts]
-        found = [labels_of(sampler(rows).step(0)[0], rows, names) for rows in each]
+        found = [
+            labels_of(sampler(rows).step(0)[0], sampler(rows).fields, rows, names) for rows in each
+        ]
         assert np.sum(found, axis=0).tolist() == [2 * count for count in counts]
     with prefetched(sampler(each[0]), torch.device("cpu"), counts=names) as steps:
         assert steps.step(0).labels[1] == found[0]
@@ -83,7 +85,7 @@ def test_labels_further_on_are_counted_by_the_rank_that_holds_them(packing, coun
 def test_ranks_of_a_context_group_read_their_own_tokens(ranks, packing) -> None:
     def body() -> tuple[Rows, dict[str, np.ndarray], int]:
         state = ParallelState(ParallelLayout(cp=2))
-        rows = rows_of(state, LENGTH, packing=packing, reads=True)
+        rows = rows_of(state, LENGTH, Rows(packing=packing), ("first", "last"))
         own = sampler(rows)
         (batch, _) = own.step(0)
         return rows, dict(batch), sum((end or 0) - begin for _, begin, end, _ in read_by(own))
@@ -99,7 +101,8 @@ def test_ranks_of_a_context_group_read_their_own_tokens(ranks, packing) -> None:
 
 
 def test_ranks_that_need_no_tokens_read_none() -> None:
-    rows = rows_of(ParallelState(ParallelLayout()), LENGTH, packing="documents", reads=False)
+    state = ParallelState(ParallelLayout())
+    rows = rows_of(state, LENGTH, Rows(packing="documents"), ("middle",))
     unread = sampler(rows)
     with prefetched(unread, torch.device("cpu")) as steps:
         assert sum(map(sum, steps.step(0).labels)) == 4 * (LENGTH - 1)
@@ -158,7 +161,7 @@ def test_an_error_of_the_thread_is_raised_at_its_step() -> None:
 def test_all_parts_of_a_context_group_make_the_row() -> None:
     for size in (2, 4):
         found = itertools.chain.from_iterable(
-            rows_of(_Place(size, rank), LENGTH, packing="none", reads=True).parts or ()  # type: ignore[arg-type]
+            rows_of(_Place(size, rank), LENGTH, Rows(), ("first",)).parts or ()  # type: ignore[arg-type]
             for rank in range(size)
         )
         places = sorted(place for part in found for place in range(*part))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from mt_data import DataError, GPTDataset, IndexedDataset, IndexedWriter
+import yaml
+from mt_data import DataError, GPTDataset, IndexedDataset, IndexedWriter, MaskedDataset
+from mt_files import to_plain
 from mt_tokenizer import Tokenizer, train_tokenizer
 from mt_train import ConfigError, load_config
-from mt_train.config.data_section import MaskingSection
-from mt_train.data.corpus import Corpus
-from mt_train.data.datasets import held_out_tokens, masked_rows, training_sets
+from mt_train.config.kinds.masked import MaskedData
+from mt_train.config.kinds.registry import saved_data
+from mt_train.config.kinds.text import TextData
+from mt_train.data.corpus import Corpus, sources_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 BERT, T5, TINY = (EXAMPLES / f"{name}.yaml" for name in ("bert", "t5", "tiny"))
@@ -83,43 +86,51 @@ def test_masking_out_of_range_is_refused(override: str, text: str) -> None:
         (
             BERT,
             ["data.packing=documents"],
-            "data.packing: documents does not go with data.objective mlm, whose rows have one "
-            "document each; leave it out",
+            "data.packing: is a key of data.kind text and spans, and this run's is masked; leave "
+            "it out, or set data.kind: text",
         ),
         (
             TINY,
             ["data.masking={}"],
-            "data.masking: hides nothing without data.objective: mlm; set that, or leave it out",
+            "data.masking: is a key of data.kind masked, and this run's is text; leave it out, or "
+            "set data.kind: masked",
         ),
-        (TINY, ["data.objective=rlm"], "data.objective: 'rlm' is not one of clm, mlm."),
+        (
+            TINY,
+            ["data.objective=rlm"],
+            "data.objective: unknown key. Use data.kind: text, masked",
+        ),
+        (TINY, ["data.kind=mask"], "data.kind: 'mask' is not known here. Did you mean masked?"),
+        (BERT, ["evaluation.stride=8"], "evaluation.stride: 8: rows of data.kind masked do not "),
         (
             TINY,
             ["model.causal=false"],
             "model.causal: false lets tokens see those that they are to predict; leave it out, or "
-            "use data.objective: mlm",
+            "use data.kind: masked",
         ),
         (
             TINY,
             ["data.objective=mlm"],
-            "model.causal: true does not go with data.objective mlm, where tokens on both sides "
+            "model.causal: true does not go with data.kind masked, where tokens on both sides "
             "tell of a hidden one; use causal: false, or a preset such as bert-base",
         ),
         (
             T5,
-            ["data.objective=mlm"],
-            "data.spans: does not go with data.objective: mlm; leave one of them out",
+            ["data.kind=masked", "data.spans={}"],
+            "data.spans: is a key of data.kind spans, and this run's is masked; leave it out, or "
+            "set data.kind: spans",
         ),
         (
             BERT,
             ["training.sequence_length=4"],
             "training.sequence_length: 4 leaves no room for text beside the special tokens of "
-            "data.objective mlm; use 5 or more",
+            "data.kind masked; use 5 or more",
         ),
         (
             BERT,
             ["data.masking=null", "model.pooled_head=null", "training.sequence_length=2"],
             "training.sequence_length: 2 leaves no room for text beside the special tokens of "
-            "data.objective mlm; use 3 or more",
+            "data.kind masked; use 3 or more",
         ),
         (
             TINY,
@@ -128,8 +139,7 @@ def test_masking_out_of_range_is_refused(override: str, text: str) -> None:
                 "model.causal=false",
                 f"model.mtp={{depths: 1, layer: {CAUSAL}}}",
             ],
-            "model.mtp: predicts further tokens, which data.objective mlm has none of; leave it "
-            "out",
+            "model.mtp: predicts further tokens, which data.kind masked has none of; leave it out",
         ),
         (
             BERT,
@@ -146,7 +156,7 @@ def test_masking_out_of_range_is_refused(override: str, text: str) -> None:
         (
             BERT,
             ["data.masking.pairs=false"],
-            "model.pooled_head: has no labels to learn from without data.objective: mlm and "
+            "model.pooled_head: has no labels to learn from without data.kind: masked and "
             "data.masking: {pairs: true}; leave it out",
         ),
     ],
@@ -156,6 +166,31 @@ def test_what_does_not_go_with_an_objective_is_refused(
 ) -> None:
     (found,) = refused(path, *overrides)
     assert found.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "older", "kind"),
+    [
+        (TINY, {"objective": "clm", "spans": None, "masking": None}, "text"),
+        (BERT, {"objective": "mlm", "spans": None, "packing": "none", "split": None}, "masked"),
+        (BERT, {"objective": "mlm", "masking": None, "order": "stable"}, "masked"),
+        (T5, {"spans": {"density": 0.2}, "objective": "clm", "masking": None}, "spans"),
+    ],
+)
+def test_files_from_before_there_were_kinds_mean_what_they_meant(tmp_path, path, older, kind):
+    given = yaml.safe_load(path.read_text())
+    given["data"].pop("kind", None)
+    given["data"] |= older
+    if older.get("masking", ...) is None and kind == "masked":
+        given["model"].pop("pooled_head")
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(given))
+    config = load_config(file).config
+    assert config.data.kind == kind
+    saved = {**to_plain(config)["data"], **older}
+    del saved["kind"]
+    assert saved_data(saved) == to_plain(config)["data"]
+    assert load_config(file, ["data.vocab_size=300"]).config.data.vocab_size == 300
 
 
 @pytest.mark.parametrize(
@@ -181,24 +216,29 @@ def tokenizer_of(*special: str) -> Tokenizer:
     return train_tokenizer(["some words of text"], 300, special)
 
 
+def masked_rows(documents: IndexedDataset, tokenizer: Tokenizer, *options: str) -> MaskedDataset:
+    loaded = load_config(BERT, list(options))
+    path = documents.prefix
+    corpus = Corpus(tokenizer=None, train=(path,), weights=(), validation=None)
+    sources = sources_of(loaded.config, corpus, tokenizer, loaded.model(tokenizer.vocab_size))
+    return loaded.config.data.dataset(path, sources)
+
+
 def test_a_tokenizer_without_the_special_tokens_is_refused(documents: IndexedDataset) -> None:
-    config = load_config(BERT).config
     with pytest.raises(DataError, match=r"no special token '\[MASK\]' for mask; .* Name another"):
-        masked_rows(config, documents, tokenizer_of("[CLS]", "[SEP]", "[PAD]", "<|endoftext|>"))
+        masked_rows(documents, tokenizer_of("[CLS]", "[SEP]", "[PAD]", "<|endoftext|>"))
 
 
 def test_pairs_of_one_document_are_refused(documents: IndexedDataset) -> None:
-    config = load_config(BERT).config
     with pytest.raises(DataError, match=r"pairs need at least two documents"):
-        masked_rows(config, documents, tokenizer_of(*SPECIAL))
+        masked_rows(documents, tokenizer_of(*SPECIAL))
 
 
 def test_rows_are_hidden_as_the_section_says(documents: IndexedDataset) -> None:
     options = ["data.masking={fraction: 1.0, masked: 0.0, random: 0.0}", "model.pooled_head=null"]
     config = load_config(BERT, options).config
-    rows = masked_rows(config, documents, tokenizer_of(*SPECIAL))
-    row = rows.row(0)
-    assert isinstance(config.data.hidden, MaskingSection)
+    row = masked_rows(documents, tokenizer_of(*SPECIAL), *options).row(0)
+    assert isinstance(config.data, MaskedData)
     assert (row["labels"] == row["tokens"])[row["labels"] >= 0].all()
     assert len(row["tokens"]) == config.training.sequence_length
 
@@ -211,7 +251,8 @@ def test_the_order_of_megatron_is_that_of_the_whole_run_and_its_part_of_a_split(
     options = ["data.order=megatron", "data.split=80,20", "training.sequence_length=16"]
     loaded = load_config(TINY, [*data, *options, "training.steps=9"])
     corpus = Corpus(tokenizer=None, train=(tmp_path / "ids",), weights=(), validation=None)
-    (found,) = training_sets(loaded.config, corpus, None, loaded.model(64))
+    sources = sources_of(loaded.config, corpus, None, loaded.model(64))
+    (found,) = loaded.config.data.datasets(sources)
     expected = GPTDataset(
         IndexedDataset(tmp_path / "ids"),
         sequence_length=16,
@@ -221,7 +262,8 @@ def test_the_order_of_megatron_is_that_of_the_whole_run_and_its_part_of_a_split(
         sequences=range(16),
     )
     assert found.fingerprint == expected.fingerprint
-    held_out = held_out_tokens(loaded.config, corpus)
+    assert isinstance(loaded.config.data, TextData)
+    held_out = loaded.config.data.held_out_tokens(sources)
     assert held_out is not None
     assert held_out.num_tokens == 4 * 30
     assert held_out.stream(29, 2).tolist() == [16 + 29, 17]

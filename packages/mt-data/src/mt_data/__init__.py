@@ -14,7 +14,10 @@ from mt_data.datasets.blend import BlendedDataset as BlendedDataset
 from mt_data.datasets.blend import BlendOrder as BlendOrder
 from mt_data.datasets.gpt import PADDING as PADDING
 from mt_data.datasets.gpt import GPTDataset as GPTDataset
+from mt_data.datasets.gpt import text_fields as text_fields
 from mt_data.datasets.permutation import Permutation as Permutation
+from mt_data.datasets.row_dataset import InOrder as InOrder
+from mt_data.datasets.row_dataset import RowDataset as RowDataset
 from mt_data.datasets.windows import SequentialWindows as SequentialWindows
 from mt_data.datasets.windows import TokenRanges as TokenRanges
 from mt_data.error import DataError as DataError
@@ -30,16 +33,19 @@ if TYPE_CHECKING:
     from mt_data.datasets.masked import MaskedDataset as MaskedDataset
     from mt_data.datasets.masked import MaskedVocabulary as MaskedVocabulary
     from mt_data.datasets.masked import Masking as Masking
+    from mt_data.datasets.masked import masked_fields as masked_fields
     from mt_data.datasets.mixture import MixedRows as MixedRows
     from mt_data.datasets.mixture import MixedSamples as MixedSamples
     from mt_data.datasets.mixture import Mixture as Mixture
     from mt_data.datasets.mixture import MixtureSource as MixtureSource
+    from mt_data.datasets.mixture import mixed as mixed
     from mt_data.datasets.mixture import mixture_sources as mixture_sources
     from mt_data.datasets.packing import best_fit as best_fit
     from mt_data.datasets.prefetch import Prefetcher as Prefetcher
     from mt_data.datasets.spans import SpanCorruption as SpanCorruption
     from mt_data.datasets.spans import SpanDataset as SpanDataset
     from mt_data.datasets.spans import SpanVocabulary as SpanVocabulary
+    from mt_data.datasets.spans import span_fields as span_fields
     from mt_data.documents.chat import ChatReader as ChatReader
     from mt_data.documents.chat import ChatReport as ChatReport
     from mt_data.documents.parts import Part as Part

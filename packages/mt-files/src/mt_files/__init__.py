@@ -37,6 +37,9 @@ from mt_files.reading import parse_json as parse_json
 from mt_files.reading import read_bytes as read_bytes
 from mt_files.reading import read_json as read_json
 from mt_files.reading import read_text as read_text
+from mt_files.row import STAGES as STAGES
+from mt_files.row import RowField as RowField
+from mt_files.row import Stage as Stage
 from mt_files.safetensors import SafetensorsError as SafetensorsError
 from mt_files.safetensors import TensorEntry as TensorEntry
 from mt_files.safetensors import open_safetensors as open_safetensors
@@ -51,6 +54,7 @@ from mt_files.schema import PlainText as PlainText
 from mt_files.schema import SchemaError as SchemaError
 from mt_files.schema import bind as bind
 from mt_files.schema import build as build
+from mt_files.schema import kinds_of as kinds_of
 from mt_files.schema import to_plain as to_plain
 from mt_files.writing import remove_temporaries as remove_temporaries
 from mt_files.writing import sync as sync

@@ -106,8 +106,9 @@ def build(cls: type[T], value: object, path: str = "") -> T:
     Args:
         cls: The dataclass; its fields may be scalars, Literals, tuples, mappings, dataclasses and
             unions of them. If a field allows several dataclasses, or the kinds of a base class, the
-            key `type` selects one; a base class may have a `default_kind`. The key of a field is
-            its name, without an underscore at the end (`from_`).
+            key `type` selects one, or the key that a base class names as its `kind_key`; a base
+            class may have a `default_kind`. The key of a field is its name, without an underscore
+            at the end (`from_`).
         value: A mapping from YAML or JSON; dataclasses in it are kept. A class with
             `keeps_other_keys = "name"` collects unknown keys in that field, a mapping.
         path: Prefix of the paths in messages.
@@ -141,10 +142,10 @@ def to_plain(value: Any) -> Any:
 def _plain(hint: Any, value: Any) -> Any:
     """Return a field's plain value, with the key `type` if several kinds are possible."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kinds, hints = _kinds(hint), hints_of(type(value))
+        kinds, hints = kinds_of(hint), hints_of(type(value))
         name = next((name for name, cls in kinds.items() if cls is type(value)), None)
         alone = len(kinds) == 1 and type(value) in options_of(hint)
-        tag = {} if name is None or alone else {"type": name}
+        tag = {} if name is None or alone else {_kind_key(type(value)): name}
         plain = {_key(name): _plain(hints[name], getattr(value, name)) for name in hints}
         others = plain.pop(getattr(type(value), "keeps_other_keys", ""), {})
         return tag | plain | others
@@ -164,7 +165,7 @@ def _item_hint(arguments: tuple[Any, ...], index: int) -> Any:
     return arguments[0] if arguments[-1] is Ellipsis else arguments[index]
 
 
-def _kinds(hint: Any) -> dict[str, type]:
+def kinds_of(hint: Any) -> dict[str, type]:
     """Return the dataclasses that a field allows by name; a base class allows its kinds."""
     found: dict[str, type] = {}
     for option in options_of(hint):
@@ -180,7 +181,9 @@ def _subclasses(cls: type) -> list[type]:
     found = []
     for child in cls.__subclasses__():
         if dataclasses.is_dataclass(child):
-            found += _subclasses(child) or [child]
+            below = _subclasses(child)
+            is_kind = not below or "type_name" in vars(child)
+            found += [child, *below] if is_kind else below
     return found
 
 
@@ -190,6 +193,11 @@ def kind_name(cls: type) -> str:
     It is the `type_name` of the class, or else its name without Config, in lower case.
     """
     return vars(cls).get("type_name") or cls.__name__.removesuffix("Config").lower()
+
+
+def _kind_key(cls: Any) -> str:
+    """Return the key that selects a kind of a base class."""
+    return getattr(cls, "kind_key", "type")
 
 
 def _key(name: str) -> str:
@@ -222,7 +230,8 @@ class _Binder:
             if isinstance(value, Mapping):
                 if dataclasses.is_dataclass(option):
                     usual = getattr(option, "default_kind", None)
-                    return self._kind(_kinds(hint), usual, value, path)
+                    key = _kind_key(option)
+                    return self._kind(kinds_of(hint), key, usual, value, path)
                 if isinstance(origin, type) and issubclass(origin, Mapping):
                     return self._mapping(typing.get_args(option)[1], value, path)
             elif isinstance(value, list | tuple) and origin is tuple:
@@ -235,22 +244,27 @@ class _Binder:
         return None
 
     def _kind(
-        self, kinds: Mapping[str, type], usual: str | None, value: Mapping[Any, Any], path: str
+        self,
+        kinds: Mapping[str, type],
+        key: str,
+        usual: str | None,
+        value: Mapping[Any, Any],
+        path: str,
     ) -> Any:
         only = next(iter(kinds.values())) if len(kinds) == 1 else None
-        if only is not None and ("type" not in value or "type" in hints_of(only)):
+        if only is not None and (key not in value or key in hints_of(only)):
             return self._dataclass(only, value, path)
-        kind = value.get("type", usual)
-        inner = f"{path}.type" if path else "type"
+        kind = value.get(key, usual)
+        inner = f"{path}.{key}" if path else key
         if kind is None:
-            self.add(inner, f"missing; add `type:` with one of {', '.join(kinds)}")
+            self.add(inner, f"missing; add `{key}:` with one of {', '.join(kinds)}")
             return None
         if not isinstance(kind, str) or kind not in kinds:
             more = (getattr(each, "kind_hint", "") for each in kinds.values())
             hint = " ".join(filter(None, [did_you_mean(str(kind), kinds), next(more, "")]))
             self.add(inner, f"{shorten(kind)} is not known here. {hint}")
             return None
-        rest = {key: item for key, item in value.items() if key != "type"}
+        rest = {name: item for name, item in value.items() if name != key}
         return self._dataclass(kinds[kind], rest, path)
 
     def _dataclass(self, cls: type, given: Mapping[Any, Any], path: str) -> Any:

@@ -100,6 +100,7 @@ if TYPE_CHECKING:
     from mt_model.recompute.saved_activations import KeptBytes as KeptBytes
     from mt_model.stack.adapters import adapted_layers as adapted_layers
     from mt_model.stack.adapters import unknown_layers as unknown_layers
+    from mt_model.stack.batch import check_fields as check_fields
     from mt_model.stack.fake_quantization import FakeQuantizedGemm as FakeQuantizedGemm
     from mt_model.stack.fake_quantization import block_linears as block_linears
     from mt_model.stack.fake_quantization import fake_quantize as fake_quantize

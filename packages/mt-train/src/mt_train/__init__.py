@@ -9,6 +9,9 @@ from mt_files import resolve_later
 from mt_train.problem import ConfigError as ConfigError
 
 if TYPE_CHECKING:
+    from mt_train.config.kinds.section import DataSection as DataSection
+    from mt_train.config.kinds.section import HeldOutRows as HeldOutRows
+    from mt_train.config.kinds.section import Sources as Sources
     from mt_train.config.loading import LoadedConfig as LoadedConfig
     from mt_train.config.loading import load_config as load_config
     from mt_train.config.loading import to_yaml as to_yaml

@@ -14,6 +14,8 @@ from mt_files import describe, did_you_mean, hints_of
 from mt_model import FIELDS
 
 from mt_train.config.document import COMMAND_LINE
+from mt_train.config.kinds.registry import KINDS
+from mt_train.config.kinds.section import DataSection
 from mt_train.config.run_config import RunConfig
 from mt_train.problem import ConfigError
 
@@ -104,12 +106,34 @@ def _section(name: str, cls: Any) -> Section:
         )
         for item in dataclasses.fields(cls)
     ]
+    keys += _keys_of_kinds(name) if cls is DataSection else ()
     others = getattr(cls, "keeps_other_keys", None)
     if others is not None:
         keys = [key for key in keys if key.name != f"{name}.{others}"]
         known = {key.name for key in keys}
         keys += [key for key in _model_keys(name) if key.name not in known]
     return Section(name=name, text=text, keys=tuple(keys))
+
+
+def _keys_of_kinds(section: str) -> Iterator[Key]:
+    """Yield the key that chooses a kind of rows, and those that only some kinds have."""
+    names = [kind.type_name for kind in KINDS]
+    texts = [f"`{kind.type_name}`: {_docstring(kind)[0]}" for kind in KINDS]
+    yield Key(
+        name=f"{section}.{DataSection.kind_key}",
+        type=f"one of {', '.join(names)}, or one of a plugin",
+        default=DataSection.default_kind,
+        meaning=f"Kind of the rows. {' '.join(texts)}",
+    )
+    found: dict[str, list[tuple[str, Key]]] = {}
+    for kind in KINDS:
+        own = {f"{section}.{name}" for name in kind.own_keys()}
+        for key in _section(section, kind).keys:
+            if key.name in own:
+                found.setdefault(key.name, []).append((kind.type_name, key))
+    for uses in found.values():
+        meanings = (f"With `kind: {name}`: {key.meaning}" for name, key in uses)
+        yield dataclasses.replace(uses[0][1], meaning=" ".join(meanings))
 
 
 def _model_keys(section: str) -> Iterator[Key]:
@@ -134,6 +158,8 @@ def _docstring(cls: type) -> tuple[str, dict[str, str]]:
 
 
 def _default(item: dataclasses.Field[Any]) -> str:
+    if item.default_factory is not dataclasses.MISSING:
+        return "{}"
     if item.default is dataclasses.MISSING:
         return ""
     if isinstance(item.default, tuple):

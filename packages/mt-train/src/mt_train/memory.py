@@ -131,8 +131,8 @@ def _obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from (part.uncounted for part in wanted_parts(config) if part.uncounted is not None)
     if config.parallel.ep > 1 or config.parallel.etp not in (None, config.parallel.tp):
         yield "parallel.ep", "what ranks send each other's experts depends on values; count with 1"
-    if config.data.spans is not None:
-        yield "data.spans", "models with an encoder are not counted"
+    if config.data.feeds_encoder:
+        yield "data.kind", "models with an encoder are not counted"
     if config.training.compile:
         yield "training.compile", "the compiler chooses what is kept; set it to false to count"
 

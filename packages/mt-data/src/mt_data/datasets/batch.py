@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NotRequired, Protocol, TypeAlias, TypedDict, cast, get_args
+from typing import Literal, Protocol, TypeAlias, TypeGuard, cast, get_args
 
 import numpy as np
-from mt_files import multiples_near
+from mt_files import STAGES, RowField, Stage, multiples_near
 from numpy.typing import NDArray
 
-from mt_data.datasets.gpt import PADDING
+from mt_data.datasets.gpt import PADDING, text_fields
 from mt_data.error import DataError, at_least
 
 
@@ -35,15 +35,30 @@ class PartialSamples(Samples, Protocol):
         ...
 
 
-class MadeRows(Protocol):
-    """A dataset that makes inputs and labels of whole rows itself, as `MaskedDataset` does."""
+class RowSource(Protocol):
+    """A dataset that declares the arrays of its rows and makes them, as a `RowDataset` does."""
 
     sequence_length: int
+
+    @property
+    def packing(self) -> Packing:
+        """Whether the rows have several documents."""
+        ...
+
+    @property
+    def fields(self) -> tuple[RowField, ...]:
+        """The arrays of a row."""
+        ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of each dim that `fields` name."""
+        ...
 
     def __len__(self) -> int: ...
 
     def row(self, index: int) -> Mapping[str, NDArray]:
-        """Return the arrays of a row by name, including `tokens` and `labels`."""
+        """Return the arrays of a row by name."""
         ...
 
     def empty(self) -> Mapping[str, NDArray]:
@@ -51,35 +66,18 @@ class MadeRows(Protocol):
         ...
 
 
-class MicroBatch(TypedDict):
-    """Rows for one forward pass. Of the S tokens of a row, this rank holds P.
-
-    Shape:
-        - tokens: [B, P]; labels: [B, P], -100 for tokens without a loss; sample_ids: [B]; all int64
-        - documents: [B, S] int64, equal for tokens of the same document; positions: [B, P] int64,
-          positions of the tokens in their documents; both only with `packing="documents"`
-        - encoder_tokens: [B, Q] int64, this rank's part of E, in rows for an encoder and a decoder;
-          packed rows also have encoder_documents: [B, E] and encoder_positions: [B, Q]
-        - token_types: [B, P] int64; mask: [B, S] bool, False at padding; sequence_labels: [B]
-          int64, -100 on ranks without the first token; only of datasets that make whole rows
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    sample_ids: NDArray[np.int64]
-    documents: NotRequired[NDArray[np.int64]]
-    positions: NotRequired[NDArray[np.int64]]
-    encoder_tokens: NotRequired[NDArray[np.int64]]
-    encoder_documents: NotRequired[NDArray[np.int64]]
-    encoder_positions: NotRequired[NDArray[np.int64]]
-    token_types: NotRequired[NDArray[np.int64]]
-    mask: NotRequired[NDArray[np.bool_]]
-    sequence_labels: NotRequired[NDArray[np.int64]]
-
+MicroBatch: TypeAlias = dict[str, NDArray]
+"""Rows for one forward pass: the arrays that the data set's fields declare, stacked, by name, and
+`sample_ids` [B], the number of each row. Of an array that is cut along its first dim there is this
+rank's part."""
 
 Packing: TypeAlias = Literal["none", "documents"]
+_SAMPLE_IDS = RowField(name="sample_ids", dims=(), fill=-1, cut="whole")
 
-_CUT = {"tokens", "labels", "token_types", "positions", "encoder_tokens", "encoder_positions"}
+
+def empty_array(field: RowField, sizes: Mapping[str, int]) -> NDArray:
+    """Return the array of a row with nothing in it."""
+    return np.full([sizes[dim] for dim in field.dims], field.fill, field.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +85,18 @@ class Rows:
     """The parts of a batch's rows that a rank needs; only these are read.
 
     Attributes:
-        packing: "documents" adds document numbers, so that attention can stay within documents.
-            Positions begin at 0 in each document, and a label that belongs to the next document
-            does not count, so the model learns each document as if it stood alone.
+        packing: For samples of running text, "documents" adds the number of each token's document,
+            so that attention can stay within documents. Positions begin at 0 in each document, and
+            a label that belongs to the next document does not count, so the model learns each
+            document as if it stood alone.
         parts: Positions [begin, end) of each row that this rank holds, in order; None means all.
-        reads: Whether this rank needs token values. If not, nothing is read: tokens and counting
-            labels are 0, which is enough for a middle stage of a pipeline.
+        stages: Stages of a pipeline that this rank has. What none of them reads is not read here
+            either: a middle stage gets the `fill` of tokens, and knows only which labels count.
     """
 
     packing: Packing = "none"
     parts: tuple[tuple[int, int], ...] | None = None
-    reads: bool = True
+    stages: tuple[Stage, ...] = STAGES
 
     def __post_init__(self) -> None:
         if self.packing not in get_args(Packing):
@@ -107,25 +106,32 @@ class Rows:
         ):
             raise DataError(f"parts is {self.parts}; give one or more with 0 <= begin < end")
 
-    def read(self, samples: Samples | MadeRows, ids: NDArray[np.int64]) -> MicroBatch:
+    def fields(self, samples: Samples | RowSource) -> tuple[RowField, ...]:
+        """Return the arrays of the batches that `read` makes."""
+        packed = self.packing == "documents"
+        own = samples.fields if _makes_rows(samples) else text_fields(packed=packed)
+        return (*own, _SAMPLE_IDS)
+
+    def read(self, samples: Samples | RowSource, ids: NDArray[np.int64]) -> MicroBatch:
         """Make the rows of some samples. Padding becomes token 0, which causal attention ignores.
 
         Raises:
-            DataError: Parts or packing are requested, but the dataset only has whole rows.
+            DataError: Parts or packing are requested, but the dataset only has whole rows; or a row
+                is not as the dataset declares it.
         """
-        if hasattr(samples, "row"):
-            return self._made(cast("MadeRows", samples), ids)
+        if _makes_rows(samples):
+            return self._made(samples, ids)
         samples = cast("Samples", samples)
         if self != Rows() and not hasattr(samples, "sample_documents"):
             raise DataError(
-                f"{type(samples).__name__} has whole rows only; packing, parts and reads=False "
+                f"{type(samples).__name__} has whole rows only; packing, parts and other stages "
                 "need the methods sample(index, begin, end) and sample_documents(index) of "
                 "GPTDataset"
             )
         pairs = [self._row(samples, int(sample)) for sample in ids]
         tokens, labels = (np.stack(rows) for rows in zip(*pairs, strict=True))
         tokens[tokens == PADDING] = 0
-        batch: MicroBatch = {"tokens": tokens, "labels": labels, "sample_ids": ids.copy()}
+        batch = {"tokens": tokens, "labels": labels, _SAMPLE_IDS.name: ids.copy()}
         if self.packing == "documents":
             whole = [cast("PartialSamples", samples).sample_documents(int(n)) for n in ids]
             self._keep_apart(batch, np.stack(whole))
@@ -146,31 +152,53 @@ class Rows:
             )
         return np.concatenate([np.arange(int(begin), int(end)) for begin, end in ends])
 
-    def _made(self, samples: MadeRows, ids: NDArray[np.int64]) -> MicroBatch:
+    def _made(self, samples: RowSource, ids: NDArray[np.int64]) -> MicroBatch:
         """Take this rank's part of rows that the dataset makes; number -1 means an empty row."""
-        rows = [samples.row(int(n)) if n >= 0 else samples.empty() for n in ids]
-        packing = "documents" if "documents" in rows[0] else "none"
-        if self.packing != packing:
+        if self.packing not in ("none", samples.packing):
             raise DataError(
-                f"{type(samples).__name__} makes whole rows with packing={packing!r}; use that "
-                f"packing, or a dataset with {self.packing!r}"
+                f"{type(samples).__name__} makes whole rows with packing={samples.packing!r}; use "
+                f"that packing, or a dataset with {self.packing!r}"
             )
-        batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-        for name in _CUT & batch.keys():
-            own = self._scaled(batch[name].shape[1], of=samples.sequence_length)
-            batch[name] = np.ascontiguousarray(batch[name][:, own])
-        own = self.columns(samples.sequence_length)
-        if own[0] and "sequence_labels" in batch:  # the rank with the first token counts it
-            batch["sequence_labels"][:] = PADDING
-        return cast("MicroBatch", batch | {"sample_ids": ids.copy()})
+        rows = [samples.row(int(n)) if n >= 0 else samples.empty() for n in ids]
+        names = {field.name for field in samples.fields}
+        for row, number in zip(rows, ids, strict=True):
+            if row.keys() != names:
+                raise DataError(
+                    f"row {number} of {type(samples).__name__} has {sorted(row)}, and its fields "
+                    f"are {sorted(names)}; make both the same"
+                )
+        batch = {
+            field.name: self._stacked(field, [row[field.name] for row in rows], samples)
+            for field in samples.fields
+        }
+        return batch | {_SAMPLE_IDS.name: ids.copy()}
+
+    def _stacked(self, field: RowField, arrays: Sequence[NDArray], samples: RowSource) -> NDArray:
+        """Return this rank's part of one array of several rows."""
+        empty = empty_array(field, samples.sizes)
+        has_first = self.parts is None or self.parts[0][0] == 0
+        if not field.is_read(self.stages) or (field.cut == "once" and not has_first):
+            arrays = [empty] * len(arrays)
+        for array in arrays:
+            if array.shape != empty.shape or array.dtype != empty.dtype:
+                raise DataError(
+                    f"{field.name} of a row of {type(samples).__name__} is {array.dtype} "
+                    f"{list(array.shape)}, and its field says {empty.dtype} {list(empty.shape)}"
+                )
+        whole = np.stack(arrays)
+        if field.cut != "along" or self.parts is None:
+            return whole
+        own = self._scaled(whole.shape[1], of=samples.sequence_length)
+        return np.ascontiguousarray(whole[:, own])
 
     def _row(self, samples: Samples, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens and labels of this rank's part of a sample."""
-        if self.reads and self.parts is None:
+        reads = text_fields(packed=False)[0].is_read(self.stages)
+        if reads and self.parts is None:
             row = samples[sample]
             return row[:-1], row[1:]
         partial = cast("PartialSamples", samples)
-        if self.reads:
+        if reads:
             pieces = [partial.sample(sample, begin, end + 1) for begin, end in self.parts or ()]
         else:
             row = np.where(partial.sample_documents(sample) == PADDING, PADDING, 0)
@@ -210,7 +238,7 @@ class BatchSampler:
 
     def __init__(
         self,
-        dataset: Samples | MadeRows,
+        dataset: Samples | RowSource,
         *,
         global_batch_size: int,
         micro_batch_size: int,
@@ -233,6 +261,11 @@ class BatchSampler:
         other = copy.copy(self)
         other.rows = rows
         return other
+
+    @property
+    def fields(self) -> tuple[RowField, ...]:
+        """The arrays of a micro-batch."""
+        return self.rows.fields(self.dataset)
 
     @property
     def num_microbatches(self) -> int:
@@ -267,14 +300,13 @@ class BatchSampler:
     def _micro_batch(self, ids: NDArray[np.int64]) -> MicroBatch:
         batch = self.rows.read(self.dataset, ids)
         if self.vocab_size is not None:
-            for rows in (batch["tokens"], batch["labels"][:, -1:]):
-                _check_ids(rows, ids, self.vocab_size)
+            for field in self.fields:
+                if field.is_tokens:
+                    _check_ids(batch[field.name], ids, self.vocab_size, fill=field.fill)
         return batch
 
 
-def count_labels(
-    batches: Sequence[MicroBatch], name: Literal["labels", "sequence_labels"] = "labels"
-) -> int:
+def count_labels(batches: Sequence[MicroBatch], name: str = "labels") -> int:
     """Count the labels with a loss on the host, so that no device is waited for.
 
     Args:
@@ -285,8 +317,16 @@ def count_labels(
     return sum(int(np.count_nonzero(labels != PADDING)) for labels in found if labels is not None)
 
 
-def _check_ids(rows: NDArray[np.int64], ids: NDArray[np.int64], vocab_size: int) -> None:
-    wrong = (rows != PADDING) & ((rows < 0) | (rows >= vocab_size))
+def _makes_rows(samples: Samples | RowSource) -> TypeGuard[RowSource]:
+    return hasattr(samples, "row")
+
+
+def _check_ids(
+    rows: NDArray[np.int64], ids: NDArray[np.int64], vocab_size: int, *, fill: float
+) -> None:
+    if rows.min() >= 0 and rows.max() < vocab_size:
+        return
+    wrong = (rows != fill) & ((rows < 0) | (rows >= vocab_size))
     if wrong.any():
         row, column = (int(value) for value in np.argwhere(wrong)[0])
         raise DataError(

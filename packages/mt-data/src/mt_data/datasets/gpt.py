@@ -6,7 +6,7 @@ import operator
 from typing import Literal, Protocol
 
 import numpy as np
-from mt_files import shorten
+from mt_files import RowField, shorten
 from numpy.typing import NDArray
 
 from mt_data.datasets.identity import digest_of
@@ -14,6 +14,29 @@ from mt_data.datasets.order import OVERLAP, MegatronOrder, StableOrder, Stream
 from mt_data.error import DataError, at_least
 
 PADDING = -100
+
+
+def text_fields(*, packed: bool) -> tuple[RowField, ...]:
+    """Return the arrays of a row that is cut from running text.
+
+    Args:
+        packed: Whether attention stays within documents.
+    """
+    fields = (
+        RowField(name="tokens", stages=("first", "last"), is_tokens=True),
+        RowField(
+            name="labels",
+            fill=PADDING,
+            is_tokens=True,
+            counts="tokens",
+            positions="positions" if packed else None,
+        ),
+    )
+    of_documents = (
+        RowField(name="documents", fill=PADDING, cut="whole"),
+        RowField(name="positions"),
+    )
+    return (*fields, *of_documents) if packed else fields
 
 
 class TokenSource(Protocol):
@@ -113,6 +136,11 @@ class GPTDataset:
         if not sequences:
             raise DataError("there are no sequences to draw samples from")
         return sequences
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the data."""
+        return int(self.indexed.lengths.sum())
 
     @property
     def samples_per_epoch(self) -> int:

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
-from mt_files import shorten
+from mt_files import RowField, shorten
 from mt_tokenizer import Tokenizer
 from numpy.typing import NDArray
 
 from mt_data.datasets.gpt import PADDING, TokenSource
 from mt_data.datasets.identity import digest_of, random_bits
 from mt_data.datasets.permutation import Permutation
-from mt_data.datasets.windows import InOrder
+from mt_data.datasets.row_dataset import RowDataset
 from mt_data.error import DataError, at_least
 
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
@@ -99,7 +99,26 @@ class MaskedVocabulary:
         return MaskedVocabulary(**ids, ordinary=ordinary, starts=tokenizer.word_starts)
 
 
-class MaskedDataset(InOrder):
+def masked_fields(*, pairs: bool, pad: int = 0) -> tuple[RowField, ...]:
+    """Return the arrays of a row with masked tokens.
+
+    Args:
+        pairs: Whether rows have two texts.
+        pad: Id of the padding token.
+    """
+    fields = (
+        RowField(name="tokens", fill=pad, stages=("first", "last"), is_tokens=True),
+        RowField(name="labels", fill=PADDING, is_tokens=True, counts="tokens"),
+        RowField(name="mask", dtype="bool", cut="whole"),
+    )
+    of_pairs = (
+        RowField(name="token_types", stages=("first",)),
+        RowField(name="sequence_labels", dims=(), fill=PADDING, cut="once", counts="sequences"),
+    )
+    return (*fields, *of_pairs) if pairs else fields
+
+
+class MaskedDataset(RowDataset):
     """Rows `[CLS] text [SEP]`, or `[CLS] a [SEP] b [SEP]`, with some tokens masked.
 
     Each document is cut into texts that fill a row, and every text occurs once in an epoch, in the
@@ -155,6 +174,16 @@ class MaskedDataset(InOrder):
             raise DataError("pairs need at least two documents, and there is one; build with more")
 
     @property
+    def fields(self) -> tuple[RowField, ...]:
+        """The arrays of a row."""
+        return masked_fields(pairs=self.pairs, pad=self.vocabulary.pad)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the data."""
+        return int(self.indexed.lengths.sum())
+
+    @property
     def samples_per_epoch(self) -> int:
         """Number of texts, each of which is one row in an epoch."""
         return int(self._ends[-1])
@@ -195,19 +224,6 @@ class MaskedDataset(InOrder):
         row = self._hidden(index, [text[:first], second])
         return {**row, "sequence_labels": np.array(apart >= 0.5, np.int64)}
 
-    def empty(self) -> Mapping[str, NDArray]:
-        """Return a row of padding, without labels."""
-        shape = self.sequence_length
-        row: dict[str, NDArray] = {
-            "tokens": np.full(shape, self.vocabulary.pad, np.int64),
-            "labels": np.full(shape, PADDING, np.int64),
-            "mask": np.zeros(shape, np.bool_),
-        }
-        if self.pairs:
-            row["token_types"] = np.zeros(shape, np.int64)
-            row["sequence_labels"] = np.array(PADDING, np.int64)
-        return row
-
     def _draw(self, index: int, what: str, count: int) -> NDArray[np.float64]:
         """Return numbers in [0, 1) that depend only on seed, index and purpose."""
         bits = random_bits(count, self.seed, index, what) >> np.uint64(11)
@@ -237,7 +253,7 @@ class MaskedDataset(InOrder):
 
     def _hidden(self, index: int, texts: list[NDArray[np.int64]]) -> dict[str, NDArray]:
         """Lay out texts in a row, and mask some of its tokens."""
-        vocabulary, row = self.vocabulary, dict(self.empty())
+        vocabulary, row = self.vocabulary, self.empty()
         tokens, at = row["tokens"], 1
         tokens[0] = vocabulary.cls
         for kind, text in enumerate(texts):

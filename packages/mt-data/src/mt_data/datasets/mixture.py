@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
-from mt_files import Checks
+from mt_files import Checks, RowField
 from numpy.typing import NDArray
 
+from mt_data.datasets.batch import Packing
 from mt_data.datasets.blend import BlendedDataset, BlendOrder
 from mt_data.datasets.gpt import GPTDataset
-from mt_data.datasets.masked import MaskedDataset
-from mt_data.datasets.spans import SpanDataset
+from mt_data.datasets.row_dataset import RowDataset
+from mt_data.error import DataError
 
-Made: TypeAlias = SpanDataset | MaskedDataset
-Dataset: TypeAlias = GPTDataset | Made
+Dataset: TypeAlias = GPTDataset | RowDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,28 +111,64 @@ class MixedSamples(BlendedDataset):
 
 
 class MixedRows(MixedSamples):
-    """Rows of a run from data sets that make inputs and labels themselves."""
+    """Rows of a run from data sets that make inputs and labels themselves.
+
+    Raises:
+        DataError: Rows of the data sets differ in their fields or sizes.
+    """
+
+    def __init__(self, datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> None:
+        super().__init__(datasets, mixture, num_samples=num_samples)
+        self._rows = cast("Sequence[RowDataset]", datasets)
+        first = self._rows[0]
+        for number, other in enumerate(self._rows):
+            if (other.fields, other.sizes) != (first.fields, first.sizes):
+                raise DataError(
+                    f"rows of data set {number} have other fields or sizes than those of data set "
+                    f"0: {other.sizes} and {first.sizes}; mix data sets that make equal rows"
+                )
 
     @property
     def sequence_length(self) -> int:
         """Tokens of a row."""
-        return cast("Made", self.datasets[0]).sequence_length
+        return self._rows[0].sequence_length
+
+    @property
+    def packing(self) -> Packing:
+        """Whether the rows have several documents."""
+        return self._rows[0].packing
+
+    @property
+    def fields(self) -> tuple[RowField, ...]:
+        """The arrays of a row."""
+        return self._rows[0].fields
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of each dim that `fields` name."""
+        return self._rows[0].sizes
 
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return the arrays of a row."""
         source, number = self.origin(index)
-        return cast("Made", self.datasets[source]).row(number)
+        return self._rows[source].row(number)
 
     def empty(self) -> Mapping[str, NDArray]:
         """Return a row without labels."""
-        return cast("Made", self.datasets[0]).empty()
+        return self._rows[0].empty()
+
+
+def mixed(datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> MixedSamples:
+    """Return the samples of a run, or its rows where the data sets make rows themselves."""
+    kind = MixedRows if isinstance(datasets[0], RowDataset) else MixedSamples
+    return kind(datasets, mixture, num_samples=num_samples)
 
 
 def mixture_sources(
     datasets: Sequence[Dataset], weights: Sequence[float]
 ) -> tuple[MixtureSource, ...]:
     """Describe data sets of a mixture; without weights their shares follow their tokens."""
-    shares = weights or [float(dataset.indexed.lengths.sum()) for dataset in datasets]
+    shares = weights or [float(dataset.num_tokens) for dataset in datasets]
     total = sum(shares)
     return tuple(
         MixtureSource(fingerprint=dataset.fingerprint, weight=share / total)

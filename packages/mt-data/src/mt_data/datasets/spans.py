@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from mt_files import RowField, Stage
 from numpy.typing import NDArray
 
 from mt_data.datasets.batch import Packing, Rows
 from mt_data.datasets.gpt import PADDING, GPTDataset, TokenSource
 from mt_data.datasets.identity import digest_of, random_bits
-from mt_data.datasets.windows import InOrder
+from mt_data.datasets.row_dataset import RowDataset
 from mt_data.error import DataError, at_least
 
 _MOST_DENSITY = 0.5
@@ -87,7 +88,37 @@ class SpanVocabulary:
     start: int = 0
 
 
-class SpanDataset(InOrder):
+def span_fields(*, packed: bool, start: int = 0) -> tuple[RowField, ...]:
+    """Return the arrays of a row for an encoder and a decoder.
+
+    Args:
+        packed: Whether a row has several pairs.
+        start: Id at the start of the decoder's sequence, also used as padding.
+    """
+    ends: tuple[Stage, ...] = ("first", "last")
+    encoder = ("encoder",)
+    labels = RowField(
+        name="labels",
+        fill=PADDING,
+        is_tokens=True,
+        counts="tokens",
+        positions="positions" if packed else None,
+    )
+    fields = (
+        RowField(name="encoder_tokens", dims=encoder, fill=start, stages=ends, is_tokens=True),
+        RowField(name="tokens", fill=start, stages=ends, is_tokens=True),
+        labels,
+    )
+    of_pairs = (
+        RowField(name="encoder_documents", dims=encoder, fill=PADDING, cut="whole"),
+        RowField(name="encoder_positions", dims=encoder),
+        RowField(name="documents", fill=PADDING, cut="whole"),
+        RowField(name="positions"),
+    )
+    return (*fields, *of_pairs) if packed else fields
+
+
+class SpanDataset(RowDataset):
     """Texts with a sentinel in place of each span, and the spans after their sentinels.
 
     If `b c` and `e` are cut out of the text `a b c d e f`, the encoder reads `a <0> d <1> f end`
@@ -158,6 +189,21 @@ class SpanDataset(InOrder):
         self._texts = GPTDataset(indexed, sequence_length=self.text_length, seed=self.seed)
 
     @property
+    def fields(self) -> tuple[RowField, ...]:
+        """The arrays of a row."""
+        return span_fields(packed=self.packing == "documents", start=self.vocabulary.start)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Length of the encoder's and of the decoder's sequence."""
+        return {"encoder": self.sequence_length, "tokens": self.decoder_length}
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the data."""
+        return int(self.indexed.lengths.sum())
+
+    @property
     def samples_per_epoch(self) -> int:
         """Number of rows before data repeats; then different spans are cut out."""
         return self._texts.samples_per_epoch
@@ -185,7 +231,7 @@ class SpanDataset(InOrder):
         """Return row `index` in the endless stream of epochs."""
         index = operator.index(index)
         text = self._texts.sample(index, 0, self.text_length)
-        row = dict(self.empty())
+        row = self.empty()
         if self.packing == "none":
             self._put(row, self._pair(text, index), 0, (0, 0))
             return row
@@ -198,20 +244,6 @@ class SpanDataset(InOrder):
             pair = self._pair(part[:length], index, number)
             self._put(row, pair, number, (read, written))
             read, written, number = read + len(pair[0]), written + len(pair[1]), number + 1
-        return row
-
-    def empty(self) -> Mapping[str, NDArray]:
-        """Return a row without labels."""
-        fill, read, written = self.vocabulary.start, self.sequence_length, self.decoder_length
-        row = {
-            "encoder_tokens": np.full(read, fill, np.int64),
-            "tokens": np.full(written, fill, np.int64),
-            "labels": np.full(written, PADDING, np.int64),
-        }
-        if self.packing == "documents":
-            for side, length in (("encoder_", read), ("", written)):
-                row[f"{side}documents"] = np.full(length, PADDING, np.int64)
-                row[f"{side}positions"] = np.zeros(length, np.int64)
         return row
 
     def _parts(

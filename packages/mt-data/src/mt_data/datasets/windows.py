@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -13,8 +12,9 @@ import numpy as np
 from mt_files import shorten
 from numpy.typing import NDArray
 
-from mt_data.datasets.batch import MadeRows, MicroBatch, Rows, Samples
+from mt_data.datasets.batch import MicroBatch, Rows, Samples
 from mt_data.datasets.gpt import PADDING
+from mt_data.datasets.row_dataset import InOrder
 from mt_data.error import DataError, at_least
 
 
@@ -76,74 +76,6 @@ class TokenRanges:
         for length in self.lengths.tolist():
             yield self.stream(start, length)
             start += length
-
-
-def window_numbers(
-    count: int, size: int, *, dp_rank: int, dp_size: int, limit: int | None
-) -> Iterator[NDArray[np.int64]]:
-    """Yield the window numbers of each batch of a rank, filled with -1 to full batches.
-
-    Args:
-        count: Number of windows.
-        size: Number of windows in a batch.
-        dp_rank: This rank's index along the data-parallel axis.
-        dp_size: Number of ranks along that axis.
-        limit: Number of windows to use; None uses all.
-
-    Raises:
-        DataError: A number is out of range.
-    """
-    if size < 1 or not 0 <= dp_rank < dp_size:
-        raise DataError(
-            f"size is {size}, dp_rank {dp_rank}, dp_size {dp_size}; size must be at least 1 "
-            "and dp_rank lie in [0, dp_size)"
-        )
-    if limit is not None and limit < 1:
-        raise DataError(f"limit is {limit}; it must be at least 1, or None")
-    count = count if limit is None else min(limit, count)
-    for turn in range(-(-count // (size * dp_size))):
-        first = (turn * dp_size + dp_rank) * size
-        windows = np.arange(first, first + size)
-        yield np.where(windows < count, windows, -1)
-
-
-class InOrder(ABC):
-    """Rows that can be read in order, for evaluation."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    def batches(
-        self,
-        size: int,
-        *,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        limit: int | None = None,
-        rows: Rows | None = None,
-    ) -> Iterator[MicroBatch]:
-        """Yield this rank's batches of `size` rows, from the first epoch.
-
-        All batches have the same shape, and all ranks have the same number of them: missing rows
-        are replaced by rows without labels, whose sample id is -1.
-
-        Args:
-            size: Number of rows in a batch.
-            dp_rank: This rank's index along the data-parallel axis.
-            dp_size: Number of ranks along that axis.
-            limit: Number of rows to use; None uses all.
-            rows: The parts of each row that this rank needs; None means the whole row.
-
-        Raises:
-            DataError: A number is out of range.
-        """
-        turns = window_numbers(len(self), size, dp_rank=dp_rank, dp_size=dp_size, limit=limit)
-        for numbers in turns:
-            yield self._batch(numbers, rows or Rows())
-
-    def _batch(self, numbers: NDArray[np.int64], rows: Rows) -> MicroBatch:
-        """Make the rows of the given numbers; -1 means a row without labels."""
-        return rows.read(cast("Samples | MadeRows", self), numbers)
 
 
 class SequentialWindows(InOrder):

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from mt_files import RowField
 from torch import Tensor
 
 from mt_model.attend.cache import KVCache, Pages
 from mt_model.attend.slots import Slots
 
 Batch: TypeAlias = Mapping[str, Any]
-_INTEGERS = (
-    *("tokens", "labels", "documents", "positions", "mask", "token_types", "sample_ids"),
-    "sequence_labels",
+# The arrays of tokens that a model reads from a batch, and those of an encoder's input.
+_INPUTS = (
+    RowField(name="tokens"),
+    RowField(name="labels"),
+    RowField(name="documents", cut="whole"),
+    RowField(name="positions"),
+    RowField(name="mask", dtype="bool", cut="whole"),
+    RowField(name="token_types"),
+    RowField(name="sample_ids", dims=(), cut="whole"),
+    RowField(name="sequence_labels", dims=(), cut="once"),
 )
+_ENCODER_INPUTS = (
+    RowField(name="encoder_tokens", dims=("encoder",)),
+    RowField(name="encoder_mask", dtype="bool", dims=("encoder",), cut="whole"),
+    RowField(name="encoder_documents", dims=("encoder",), cut="whole"),
+    RowField(name="encoder_positions", dims=("encoder",)),
+)
+_MEMORY_MASK = RowField(name="memory_mask", dtype="bool", dims=("memory",), cut="whole")
+
+
+def check_fields(fields: Iterable[RowField]) -> None:
+    """Check that a model can take the rows that a data set declares.
+
+    Fields that no model reads are for others.
+
+    Raises:
+        ValueError: A field has another dtype, other dims or another cut than a model reads.
+    """
+    known = {each.name: each for each in (*_INPUTS, *_ENCODER_INPUTS)}
+    for field in fields:
+        why = field.conflict(known.get(field.name, field))
+        if why is not None:
+            raise ValueError(f"rows have {field.name} of {why}; declare it so, or rename it")
 
 
 def new_tokens(batch: Batch) -> Tensor:
@@ -32,12 +62,12 @@ def batch_of(tokens: Tensor | None, labels: Tensor | None, sample_ids: Tensor | 
     return {name: x for name, x in batch.items() if x is not None}
 
 
-def _expected_shape(name: str, x: Tensor, shape: torch.Size) -> tuple[int, ...]:
-    if name in ("sample_ids", "sequence_labels"):
+def _expected_shape(field: RowField, x: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    if not field.dims:
         return shape[:1]
-    if name == "positions" and x.dim() == 3:
+    if field.name == "positions" and x.dim() == 3:
         return (3, *shape)
-    if name in ("documents", "mask"):  # of whole sequences, however many ranks share them
+    if field.cut == "whole":  # however many ranks share the sequences
         return shape[:1] + x.shape[1:2]
     return shape
 
@@ -54,14 +84,16 @@ def whole_of(batch: Batch, name: str, length: int) -> Tensor | None:
     return x
 
 
-def _check_dtype(name: str, x: Any) -> None:
+def _check_dtype(field: RowField, x: Any) -> None:
     dtype = x.dtype if isinstance(x, Tensor) else None
     fits = dtype is not None and not dtype.is_floating_point and dtype != torch.bool
     wanted = "integers, such as int64"
-    if name in ("mask", "memory_mask", "encoder_mask"):
+    if field.dtype == "bool":
         fits, wanted = dtype == torch.bool, "bool, True where a token is"
     if not fits:
-        raise TypeError(f"{name} must be a tensor of {wanted}, got {dtype or type(x).__name__}")
+        raise TypeError(
+            f"{field.name} must be a tensor of {wanted}, got {dtype or type(x).__name__}"
+        )
 
 
 def _check_memory(memory: Any, mask: Any) -> None:
@@ -69,7 +101,7 @@ def _check_memory(memory: Any, mask: Any) -> None:
         raise TypeError("memory must be a floating-point tensor [B, M, size], whole on every rank")
     if mask is None:
         return
-    _check_dtype("memory_mask", mask)
+    _check_dtype(_MEMORY_MASK, mask)
     if memory is not None and mask.shape != memory.shape[:2]:
         raise ValueError(
             f"memory_mask must be {tuple(memory.shape[:2])}, as the memory is, got "
@@ -93,17 +125,17 @@ def check_batch(batch: Batch) -> None:
         shape = given.shape[:2]
     elif batch.get("tokens") is None:
         raise ValueError("every stage needs batch['tokens'] of shape [B, S], or embeddings")
-    for name in _INTEGERS:
-        x = batch.get(name)
+    for field in _INPUTS:
+        x = batch.get(field.name)
         if x is None:
             continue
-        _check_dtype(name, x)
+        _check_dtype(field, x)
         shape = x.shape if shape is None else shape
         if len(shape) != 2 or not shape.numel():
             raise ValueError(f"tokens must be [B, S] with at least one token, got {tuple(shape)}")
-        expected = _expected_shape(name, x, shape)
+        expected = _expected_shape(field, x, shape)
         if x.shape != expected:
-            raise ValueError(f"{name} must be {tuple(expected)} here, got {tuple(x.shape)}")
+            raise ValueError(f"{field.name} must be {tuple(expected)} here, got {tuple(x.shape)}")
     _check_memory(batch.get("memory"), batch.get("memory_mask"))
     cache, slots = batch.get("cache"), batch.get("slots")
     if cache is not None and not isinstance(cache, KVCache | Pages):
@@ -151,19 +183,19 @@ def check_encoder_batch(batch: Batch) -> None:
         return
     if tokens is None:
         raise ValueError("every stage needs batch['encoder_tokens'] of shape [B, E]")
-    _check_dtype("encoder_tokens", tokens)
+    _check_dtype(_ENCODER_INPUTS[0], tokens)
     rows = batch["tokens"].shape[0]
     if tokens.dim() != 2 or not tokens.numel() or tokens.shape[0] != rows:
         raise ValueError(
             f"encoder_tokens must be [{rows}, E] with at least one token, as there are {rows} rows "
             f"of tokens, got {tuple(tokens.shape)}"
         )
-    for name in ("encoder_mask", "encoder_documents", "encoder_positions"):
-        x = batch.get(name)
+    for field in _ENCODER_INPUTS[1:]:
+        x, name = batch.get(field.name), field.name
         if x is None:
             continue
-        _check_dtype(name, x)
+        _check_dtype(field, x)
         if x.shape[:1] != tokens.shape[:1] or x.dim() != 2:
             raise ValueError(f"{name} must be [{rows}, E], got {tuple(x.shape)}")
-        if name == "encoder_positions" and x.shape != tokens.shape:
+        if field.cut == "along" and x.shape != tokens.shape:
             raise ValueError(f"{name} must be {tuple(tokens.shape)} here, got {tuple(x.shape)}")

@@ -36,8 +36,10 @@ from mt_model import (
 )
 
 from mt_train.config.document import COMMAND_LINE, apply_overrides, read_document
+from mt_train.config.kinds.registry import key_of_another_kind, load_installed_kinds, with_kind
+from mt_train.config.kinds.section import DataSection
 from mt_train.config.limits import MODEL, PATH
-from mt_train.config.misfits import clipped_heads, layout_misfits, objective_misfits
+from mt_train.config.misfits import clipped_heads, layout_misfits
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
 from mt_train.config.other_names import hinted
@@ -78,10 +80,10 @@ class LoadedConfig:
         Raises:
             ConfigError: Sizes that do not fit each other.
         """
-        given, spans = self.config.model.vocab_size, self.config.data.spans
-        vocab_size += 0 if spans is None else spans.sentinels
+        given, extra = self.config.model.vocab_size, self.config.data.extra_tokens
+        vocab_size += sum(extra.values())
         if given is not None and given < vocab_size:
-            of = "the tokenizer's" + (" and data.spans.sentinels together," if spans else "")
+            of = "the tokenizer's" + (f" and {' and '.join(extra)} together," if extra else "")
             text = f"{given} is below {of} {vocab_size}; leave it out or raise it"
             raise self.error("model.vocab_size", text)
         rounded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
@@ -98,9 +100,8 @@ class LoadedConfig:
             found = [(_ELSEWHERE.get(k, f"model.{k}"), v) for k, v in error.errors.items()]
             raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
         self._check_images(model, "model.from")
-        self._check_spans(model)
         self._check_routers(model)
-        for field, text in objective_misfits(self.config, model):
+        for field, text in self.config.data.misfits(self.config, model):
             raise self.error(field, text)
         if self.config.optimizer.qk_clip is not None and not any(clipped_heads(model)):
             text = "does not go with model.qk_norm, whose norms undo what it does to the weights "
@@ -119,27 +120,6 @@ class LoadedConfig:
         for entry in (layer.feed_forward for layer in model.layers):
             if isinstance(entry, MoEConfig) and entry.training_obstacle is not None:
                 raise self.error(field, entry.training_obstacle)
-
-    def _check_spans(self, model: ModelConfig) -> None:
-        """Check that a model with an encoder, and no other, has something to read and to write."""
-        spans = self.config.data.spans
-        if (spans is not None) != (model.encoder_layers > 0):
-            text = "missing, and the model has an encoder; use {} for spans as T5's"
-            if spans is not None:
-                text = "the model has no encoder that would read them (model.encoder_layers)"
-            raise self.error("data.spans", text)
-        if spans is None:
-            return
-        try:
-            _, length = spans.lengths(self.config.training.sequence_length)
-        except FieldError as error:
-            where = {"sequence_length": "training.sequence_length"}
-            found = [(where.get(k, f"data.spans.{k}"), v) for k, v in error.errors.items()]
-            raise ConfigError([_problem(self._document, *pair) for pair in found]) from error
-        if length > model.max_sequence_length:
-            most = model.max_sequence_length
-            text = f"{length} is longer than the model's {most}; use {most} or less"
-            raise self.error("data.spans.decoder_length", text)
 
     def resolved(self) -> RunConfig:
         """Return the configuration with all defaults of the model and its preset.
@@ -212,6 +192,16 @@ def _problem(document: Document, path: str, text: str) -> FieldProblem:
     return FieldProblem(path, hinted(path, text), document.place(path))
 
 
+def _bound_problem(document: Document, found: FieldProblem) -> FieldProblem:
+    """Return a problem of the binder; an unknown key of `data` may be one of another kind."""
+    section, _, key = found.path.partition(".")
+    text, data = found.text, document.root.get("data")
+    if section == "data" and text.startswith("unknown key") and isinstance(data, dict):
+        kind = str(data.get("kind", DataSection.default_kind))
+        text = key_of_another_kind(key, kind) or text
+    return _problem(document, found.path, text)
+
+
 def load_config(
     path: Path, overrides: list[str] | None = None, *, download: bool = False
 ) -> LoadedConfig:
@@ -231,10 +221,12 @@ def load_config(
     apply_overrides(document, overrides or [])
     problems: list[FieldProblem] = []
     paths = _Paths(document, path.parent, problems, download=download)
-    # First, as the kinds of layers that the file names have to be known.
+    # First, as the kinds of layers and rows that the file names have to be known.
     plugins = paths.plugins(document.root.get("plugins"))
+    if "data" in document.root:
+        document.root["data"] = with_kind(document.root["data"])
     bound: Bound[RunConfig] = bind(RunConfig, document.root)
-    problems += [_problem(document, found.path, found.text) for found in bound.problems]
+    problems += [_bound_problem(document, found) for found in bound.problems]
     sections: dict[str, Any] = {"plugins": tuple(plugins)}
     names = [item.name for item in dataclasses.fields(RunConfig) if item.name in bound.parts]
     for name in names:
@@ -272,8 +264,9 @@ class _Paths:
         self._download = download
 
     def plugins(self, names: Any) -> dict[str, str]:
-        """Execute the files with the user's own kinds of layers; return their digests by path."""
+        """Execute the files with the user's own kinds; return their digests by path."""
         load_installed_plugins()
+        load_installed_kinds()
         found: dict[str, str] = {}
         for index, name in enumerate(names if isinstance(names, list) else ()):
             field, before = f"plugins[{index}]", len(self._problems)
@@ -285,14 +278,15 @@ class _Paths:
                     self._add(field, str(error))
         return found
 
-    def data(self, data: Any) -> Any:
-        files = (".bin", ".idx")
+    def data(self, data: DataSection) -> DataSection:
         changes: dict[str, Any] = {
             "train": tuple(
-                self._resolve(f"data.train[{i}]", prefix, files)
+                self._resolve(f"data.train[{i}]", prefix, data.endings)
                 for i, prefix in enumerate(data.train)
             )
         }
+        if data.validation is not None:
+            changes["validation"] = self._resolve("data.validation", data.validation, data.endings)
         if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
             changes["corpus"] = self._resolve("data.corpus", data.corpus)
             self._check_glob(Path(changes["corpus"]), data.glob)

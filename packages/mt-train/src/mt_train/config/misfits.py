@@ -44,13 +44,12 @@ def layout_misfits(
     if any(name.startswith("parallel.") for name, _ in split):
         return
     yield from _context_misfits(config.parallel, model, layout)
-    if config.data.spans is not None:
-        _, length = config.data.spans.lengths(training.sequence_length)
-        parts = 2 * layout.cp if layout.cp > 1 else 1
-        parts *= layout.tp if config.parallel.sequence_parallel else 1
+    parts = 2 * layout.cp if layout.cp > 1 else 1
+    parts *= layout.tp if config.parallel.sequence_parallel else 1
+    for key, length in config.data.lengths(training.sequence_length).items():
         if length % parts:
             text = f"{length} is not divisible by {parts}, which parallel.tp and cp need; use "
-            yield "data.spans.decoder_length", text + f"{-(-length // parts) * parts}"
+            yield key, text + f"{-(-length // parts) * parts}"
     kernels = Kernels.of(config.model.kernels)
     for name, kernel in _EAGER_KERNELS if training.compile else ():
         if getattr(kernels, name) == kernel:
@@ -82,36 +81,6 @@ def _split_misfits(
         validate_split(model, layout.tp)
     except ValueError as error:
         yield "parallel.tp", str(error)
-
-
-def objective_misfits(config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield why the model can't learn what the data has it predict."""
-    hidden = config.data.hidden
-    where = "model.causal" if config.model.layers is None else "model.layers"
-    layers = model.layers[model.encoder_layers :]
-    causal = [layer.mixer is None or layer.mixer.is_causal for layer in layers]
-    if hidden is None and not all(causal):
-        text = "false lets tokens see those that they are to predict; leave it out, or use "
-        yield where, text + "data.objective: mlm"
-    if hidden is not None and config.data.spans is not None:
-        yield "data.spans", "does not go with data.objective: mlm; leave one of them out"
-    if hidden is not None and any(causal):
-        text = "true does not go with data.objective mlm, where tokens on both sides tell of a "
-        yield where, text + "hidden one; use causal: false, or a preset such as bert-base"
-    least = 5 if hidden is not None and hidden.pairs else 3  # with the special tokens
-    if hidden is not None and config.training.sequence_length < least:
-        text = f"{config.training.sequence_length} leaves no room for text beside the special "
-        yield "training.sequence_length", f"{text}tokens of data.objective mlm; use {least} or more"
-    if hidden is not None and model.mtp is not None:
-        text = "predicts further tokens, which data.objective mlm has none of; leave it out"
-        yield "model.mtp", text
-    pooled, pairs = model.pooled_head, hidden is not None and hidden.pairs
-    if pairs and (pooled is None or pooled.num_classes != 2 or model.token_types < 2):
-        text = "true needs model.pooled_head: {num_classes: 2} and model.token_types: 2"
-        yield "data.masking.pairs", text
-    if pooled is not None and not pairs:
-        text = "has no labels to learn from without data.objective: mlm and data.masking: "
-        yield "model.pooled_head", text + "{pairs: true}; leave it out"
 
 
 def clipped_heads(model: ModelConfig) -> list[int]:

@@ -14,8 +14,8 @@ from typing import Literal
 from mt_files import Checks, FieldError, divisors, multiples_near, shorten
 from mt_model import LoraConfig, Recompute, RecomputePlan
 
-from mt_train.config.data_section import DataSection
 from mt_train.config.distillation_section import DistillationSection
+from mt_train.config.kinds.section import DataSection
 from mt_train.config.limits import MAX_LENGTH, MAX_STEPS, Dtype, listed, path_field
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
@@ -241,7 +241,7 @@ class RunConfig:
 
     Attributes:
         model: The model.
-        data: Source of the tokens.
+        data: Source of the tokens, and the kind of rows made of them.
         training: Length, batch and numerics.
         precision: Low precision for linear layers.
         quantization: Quantisation-aware training.
@@ -255,8 +255,8 @@ class RunConfig:
         checkpoint: Saves, and the checkpoint to start from.
         export: Export for other programs.
         logging: Reports.
-        plugins: Python files with kinds of layers of your own, such as `[my_mixer.py]`, relative
-            to the YAML file. They are executed on every rank.
+        plugins: Python files with kinds of layers and of rows of your own, such as
+            `[my_mixer.py]`, relative to the YAML file. They are executed on every rank.
     """
 
     model: ModelSection
@@ -313,8 +313,9 @@ class RunConfig:
             text = f"{stages} contradicts parallel.pp {parallel.pp}; leave one of them out"
             yield "pipeline.stages", text
         batch, stride = evaluation.micro_batch_size, evaluation.stride
-        if stride is not None and self.data.objective == "mlm":
-            yield "evaluation.stride", f"{stride}: rows of data.objective mlm do not overlap"
+        if stride is not None and not self.data.overlaps:
+            text = f"{stride}: rows of data.kind {self.data.kind} do not overlap; leave it out"
+            yield "evaluation.stride", text
         elif stride is not None and stride > length:
             text = f"{stride} is longer than training.sequence_length {length}"
             yield "evaluation.stride", text
@@ -327,8 +328,7 @@ class RunConfig:
         data = self.data
         if data.tokenizer is not None or self.model.from_ is not None:
             return
-        is_plain = data.hidden is None and data.spans is None
-        if data.train and (self.model.vocab_size is None or not is_plain):
+        if data.train and (self.model.vocab_size is None or data.needs_tokenizer):
             text = "missing; name the tokenizer.json of the tokens of data.train, or for causal "
             text += "language modelling without text set model.vocab_size"
             yield "data.tokenizer", text

@@ -23,13 +23,15 @@ from mt_data import (
     standard_library_sources,
 )
 from mt_files import FileError, read_json, sync, write_file
+from mt_model import ModelConfig
 from mt_tokenizer import DEFAULT_SPECIAL, Tokenizer, load_tokenizer, train_tokenizer
 
+from mt_train.config.kinds.section import TOKEN_FILES, Sources
 from mt_train.config.loading import STANDARD_LIBRARY, LoadedConfig
+from mt_train.config.run_config import RunConfig
 
 _DESCRIPTION = "corpus.json"
 _MAX_BYTES = 1 << 20
-_OF_SAMPLES = ("packing", "spans", "objective", "masking", "split", "order")  # not of the tokens
 _DECIDE_TOKENIZER = ("seed", "vocab_size", "pattern", "tokenizer")
 
 
@@ -90,10 +92,11 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
             validation=None if data.validation is None else Path(data.validation),
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
-    of_tokens = {name: value for name, value in asdict(data).items() if name not in _OF_SAMPLES}
+    own = data.own_keys()  # of the rows, not of the tokens
+    of_tokens = {name: value for name, value in asdict(data).items() if name not in own}
     description = {"seed": loaded.config.training.seed, **of_tokens}
-    if data.hidden is not None and given is None:
-        description["special"] = data.hidden.special
+    if data.special_tokens and given is None:
+        description["special"] = data.special_tokens
     description = json.loads(json.dumps(description))  # tuples become lists, as when read back
     folder = out / "data"
     if _described(folder) != description:
@@ -171,8 +174,7 @@ def _build(
             tokenizer = load_tokenizer(given, eod=data.eod)
         else:
             texts = (document.text for document in train)
-            hidden = data.hidden
-            special = (*DEFAULT_SPECIAL, *(() if hidden is None else hidden.special))
+            special = (*DEFAULT_SPECIAL, *data.special_tokens)
             tokenizer = train_tokenizer(texts, data.vocab_size, special, pattern=data.pattern)
         tokenizer.save(scratch / "tokenizer.json")
         build_corpus(train, scratch / "train", tokenizer)
@@ -185,15 +187,16 @@ def _build(
     sync(folder.parent)
 
 
-def verify_corpus(corpus: Corpus) -> None:
+def verify_corpus(loaded: LoadedConfig, corpus: Corpus) -> None:
     """Compare the tokens with the digests recorded beside them.
 
-    Data sets that other tools wrote have none, and are taken as they are.
+    Data sets that other tools wrote have none, and are taken as they are; so are files without
+    tokens, which their kind reads.
 
     Raises:
         DataFileError: A file has changed; it is named.
     """
-    for prefix in corpus.prefixes:
+    for prefix in _token_files(loaded, corpus):
         with IndexedDataset(prefix) as dataset:
             if dataset.metadata() is not None:
                 dataset.verify(remember=True)
@@ -205,7 +208,7 @@ def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) 
     Raises:
         ConfigError: The `.json` beside a token file records another tokenizer's sha256.
     """
-    for prefix in corpus.prefixes:
+    for prefix in _token_files(loaded, corpus):
         recorded = (IndexedDataset(prefix).metadata() or {}).get("tokenizer_sha256")
         if recorded not in (None, tokenizer.sha256):
             text = f"{prefix}.bin was made with another tokenizer: its sha256 is "
@@ -213,17 +216,35 @@ def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) 
             raise loaded.error("data.tokenizer", f"{text}the one it was made with")
 
 
-def check_packing(loaded: LoadedConfig, corpus: Corpus) -> None:
-    """Refuse to keep documents apart where it isn't known where they end.
+def check_rows(loaded: LoadedConfig, corpus: Corpus) -> None:
+    """Refuse files that the run's kind of rows can't be made of.
 
     Raises:
-        ConfigError: Every training set says that it is one document.
+        ConfigError: What the kind says against them.
     """
-    if loaded.config.data.packing == "none":
-        return
-    if all(len(IndexedDataset(prefix)) == 1 for prefix in corpus.train):
-        text = f"{loaded.config.data.packing}, but {corpus.train[0]}.idx has all its tokens in one "
-        text += (
-            "document, so there is nothing to keep apart; build the data with its documents, as "
-        )
-        raise loaded.error("data.packing", f"{text}mt-data build does, or use none")
+    for field, text in loaded.config.data.corpus_misfits(corpus.train):
+        raise loaded.error(field, text)
+
+
+def sources_of(
+    config: RunConfig, corpus: Corpus, tokenizer: Tokenizer | None, model: ModelConfig
+) -> Sources:
+    """Return what the rows of a run are made of."""
+    training = config.training
+    return Sources(
+        train=corpus.train,
+        weights=corpus.weights,
+        validation=corpus.validation,
+        tokenizer=tokenizer,
+        model=model,
+        sequence_length=training.sequence_length,
+        seed=training.seed,
+        num_samples=training.steps * training.global_batch_size,
+        stride=config.evaluation.stride,
+    )
+
+
+def _token_files(loaded: LoadedConfig, corpus: Corpus) -> list[Path]:
+    """Return the prefixes of a run's tokens: none where `data.train` names other files."""
+    data = loaded.config.data
+    return corpus.prefixes if data.corpus is not None or data.endings == TOKEN_FILES else []

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 import torch
 from mt_context_parallel import segments
-from mt_data import PADDING, BatchSampler, MicroBatch, Prefetcher, Rows, count_labels
+from mt_data import BatchSampler, MicroBatch, Prefetcher, Rows
+from mt_files import RowField, Stage
 from mt_parallel_state import ParallelState
 
 Batch = Mapping[str, torch.Tensor]
@@ -29,9 +30,7 @@ class HostStep:
     labels: list[list[int]]
 
 
-def rows_of(
-    state: ParallelState, length: int, *, packing: Literal["none", "documents"], reads: bool
-) -> Rows:
+def rows_of(state: ParallelState, length: int, whole: Rows, stages: tuple[Stage, ...]) -> Rows:
     """Return the rows that this rank reads; in a context-parallel group, its part of each row.
 
     Tensor-parallel ranks all need the same tokens, and each reads them. From the page cache that
@@ -40,14 +39,14 @@ def rows_of(
     Args:
         state: This rank's place.
         length: Tokens of a row.
-        packing: Whether attention is kept within documents.
-        reads: Whether this rank has the first or the last stage of a pipeline.
+        whole: Rows of a rank that has all of them.
+        stages: Stages of a pipeline that this rank has.
     """
     parts = None
     if state.size("cp") > 1:
         own = segments(length, ranks=state.size("cp"), rank=state.index("cp"))
         parts = tuple((run.start, run.start + run.length) for run in own)
-    return Rows(packing=packing, parts=parts, reads=reads)
+    return replace(whole, parts=parts, stages=stages)
 
 
 def prefetched(
@@ -62,30 +61,46 @@ def prefetched(
     """
 
     def prepare(batches: list[MicroBatch]) -> HostStep:
-        labels = [labels_of(batch, sampler.rows, counts) for batch in batches]
+        fields = sampler.fields
+        labels = [labels_of(batch, fields, sampler.rows, counts) for batch in batches]
         return HostStep(batches=on_host(batches, device), labels=labels)
 
     return Prefetcher(sampler, prepare)
 
 
-def labels_of(batch: MicroBatch, rows: Rows, counts: Sequence[str]) -> list[int]:
-    """Count the labels of tokens, of multi-token prediction (MTP), and of sequences.
+def labels_of(
+    batch: MicroBatch, fields: Sequence[RowField], rows: Rows, counts: Sequence[str]
+) -> list[int]:
+    """Count the labels of a micro-batch, by the counts that its fields name.
 
-    A token is an MTP label at distance n (`tokens_n`) if n tokens precede it in its document, or
-    in its row without document packing.
+    A token is a label of multi-token prediction (MTP) at distance n (`tokens_n`) if n tokens
+    precede it in its document, or in its row without document packing.
+
+    Args:
+        batch: The micro-batch.
+        fields: Its fields.
+        rows: The parts of its rows that this rank has.
+        counts: Names of the counts.
+
+    Returns:
+        Number of labels of each count; 0 where no field counts it.
     """
-    labels = batch["labels"]
+    known = {field.counts for field in fields}
     found = []
     for name in counts:
-        if name == "sequences":
-            found.append(count_labels([batch], "sequence_labels"))
-        else:
-            behind, counted = int(name.partition("_")[2] or 0), labels != PADDING
-            if behind:  # rows that a data set makes may have another length than the parts are of
-                place = batch.get("positions", rows.columns(labels.shape[1]))
-                counted &= place >= behind
-            found.append(int(np.count_nonzero(counted)))
+        count, _, distance = (name, "", "") if name in known else name.rpartition("_")
+        labels = (field for field in fields if field.counts == count)
+        found.append(sum(_count(batch, field, rows, int(distance or 0)) for field in labels))
     return found
+
+
+def _count(batch: MicroBatch, field: RowField, rows: Rows, distance: int) -> int:
+    counted = batch[field.name] != field.fill
+    if distance:  # rows that a data set makes may have another length than the parts are of
+        own = field.positions
+        place = rows.columns(counted.shape[1]) if own is None else batch[own]
+        counted &= place >= distance
+    return int(np.count_nonzero(counted))
 
 
 def on_host(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:

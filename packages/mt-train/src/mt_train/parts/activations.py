@@ -57,7 +57,7 @@ class ActivationWatch(TrainerPart):
         """Measure the expectation on one row, where that shows it."""
         del optimizer
         config, state = self.setup.config, self.setup.state
-        measures = config.data_parallel.strategy != "full" and config.data.spans is None
+        measures = config.data_parallel.strategy != "full" and not config.data.feeds_encoder
         measures = measures and not config.training.compile  # the compiler says what it keeps
         measures = measures and config.precision.recipe is None  # whose state sees every forward
         if measures:
@@ -102,13 +102,18 @@ class ActivationWatch(TrainerPart):
 
 def batch_of(config: RunConfig, state: ParallelState) -> dict[str, torch.Tensor]:
     """Return a micro-batch of zeros as a rank gets them, on the CPU."""
-    rows, length = config.training.micro_batch_size, config.training.sequence_length
-    tokens = torch.zeros(rows, length // state.size("cp"), dtype=torch.long)
-    batch = {"tokens": tokens, "labels": tokens, "sample_ids": torch.arange(rows)}
-    if config.data.hidden is not None:
-        batch["mask"] = torch.ones(rows, length, dtype=torch.bool)
-    if config.data.packing == "documents":
-        batch["documents"] = torch.zeros(rows, length, dtype=torch.long)
+    rows, sizes = (
+        config.training.micro_batch_size,
+        config.data.sizes(config.training.sequence_length),
+    )
+    batch = {"sample_ids": torch.arange(rows)}
+    for field in config.data.fields():
+        shape = [sizes[dim] for dim in field.dims]
+        if field.cut == "along":
+            shape[0] //= state.size("cp")
+        value = 1 if field.dtype == "bool" else 0  # a mask hides nothing
+        dtype = getattr(torch, field.dtype)
+        batch[field.name] = torch.full((rows, *shape), value, dtype=dtype)
     return batch
 
 

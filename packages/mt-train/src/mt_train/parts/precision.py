@@ -251,12 +251,7 @@ def _check_tokens(loaded: LoadedConfig, size: int) -> None:
     shards = parallel.tp if parallel.sequence_parallel else 1
     # Of two chunks for each cp rank, and of the parts of its chunks together.
     parts = math.lcm(2 * parallel.cp if parallel.cp > 1 else 1, parallel.cp * shards)
-    spans = loaded.config.data.spans
-    lengths = {"training.sequence_length": training.sequence_length}
-    if spans is not None:
-        encoder, decoder = spans.lengths(training.sequence_length)
-        lengths = {"training.sequence_length": encoder, "data.spans.decoder_length": decoder}
-    for field, length in lengths.items():
+    for field, length in loaded.config.data.lengths(training.sequence_length).items():
         if length % (parts * size):
             text = f"{length} is no multiple of {parts * size}: precision.recipe "
             text += f"{loaded.config.precision.recipe} has blocks of {size} tokens, of which each "

@@ -18,7 +18,7 @@ from mt_train.config.loading import LoadedConfig, planned_vocab_size
 from mt_train.data.corpus import (
     Corpus,
     OtherRankError,
-    check_packing,
+    check_rows,
     check_tokenizer,
     prepare_corpus,
     verify_corpus,
@@ -112,7 +112,7 @@ def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int 
     out.mkdir(parents=True, exist_ok=True)
     start = find_start(loaded, out, held, step=step)
     corpus = prepare_corpus(loaded, out, tokenizer=start.tokenizer)
-    verify_corpus(corpus)
+    verify_corpus(loaded, corpus)
     basis = _checked(loaded, corpus, start, out)
     _keep_description(loaded, RunFolder(out))
     if corpus.tokenizer is not None:
@@ -129,7 +129,7 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start, out: Path) -> B
     if corpus.tokenizer is not None:
         tokenizer = load_tokenizer(corpus.tokenizer, eod=loaded.config.data.eod)
         check_tokenizer(loaded, corpus, tokenizer)
-    check_packing(loaded, corpus)
+    check_rows(loaded, corpus)
     model = loaded.model(planned_vocab_size(loaded) if tokenizer is None else tokenizer.vocab_size)
     check_freezing(loaded, model)
     check_overrides(loaded, model)

@@ -8,21 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mt_ckpt import BackgroundSaver, RunFolder, SavedTokenizer
-from mt_data import (
-    BatchSampler,
-    GPTDataset,
-    MixedRows,
-    MixedSamples,
-    SequentialWindows,
-    count_text_bytes,
-    mixture_sources,
-)
+from mt_data import BatchSampler, mixed, mixture_sources
 from mt_files import FileError, to_plain, write_file
-from mt_model import ModelConfig, keep_freed_memory
+from mt_model import check_fields, keep_freed_memory
 from mt_parallel_state import (
     CheckMode,
     DistributedEnv,
@@ -32,13 +23,11 @@ from mt_parallel_state import (
     report_hangs,
     stop_signals,
 )
-from mt_tokenizer import Tokenizer
 
 from mt_train.agreement import summed
+from mt_train.config.kinds.section import Sources
 from mt_train.config.loading import LoadedConfig, to_yaml
-from mt_train.config.run_config import RunConfig
-from mt_train.data.corpus import Corpus
-from mt_train.data.datasets import dataset_of, held_out_tokens, training_sets
+from mt_train.data.corpus import sources_of
 from mt_train.parts.registry import wanted_parts
 from mt_train.reporting.board import Board
 from mt_train.reporting.console import make_console
@@ -59,8 +48,6 @@ _HANG_HINT = (
     "if it does not go on, parallel.check_timeout=60 compares the calls of all ranks and names the "
     "first that differs"
 )
-# What an evaluation depends on of the data.
-_EVALUATED = ("validation", "packing", "spans", "objective", "masking", "split")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,33 +127,35 @@ class _Session:
     ) -> None:
         config = loaded.config
         self.config, self.out, self.state, self.stop = config, out, state, stop
-        self.start, corpus = basis.start, basis.corpus
-        tokenizer, model = basis.tokenizer, basis.model
+        self.start, tokenizer, model = basis.start, basis.tokenizer, basis.model
         loaded.check_layout(model, state.layout)
         for part in wanted_parts(config):
             part.check_layout(loaded, model, state.layout)
         training, start = config.training, self.start.progress
-        datasets = training_sets(config, corpus, tokenizer, model)
-        mixture = self.start.mixture(mixture_sources(datasets, corpus.weights))
+        sources = sources_of(config, basis.corpus, tokenizer, model)
+        datasets = config.data.datasets(sources)
+        mixture = self.start.mixture(mixture_sources(datasets, sources.weights))
         steps_left = max(0, training.steps - start.step)
         num_samples = start.samples + steps_left * training.global_batch_size
         sampler = BatchSampler(
-            (MixedSamples if isinstance(datasets[0], GPTDataset) else MixedRows)(
-                datasets, mixture, num_samples=num_samples
-            ),
+            mixed(datasets, mixture, num_samples=num_samples),
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
             dp_rank=state.index("dp"),
             dp_size=state.size("dp"),
             vocab_size=model.vocab_size
-            if tokenizer is None or config.data.spans is not None
-            else tokenizer.vocab_size,
+            if tokenizer is None
+            else tokenizer.vocab_size + sum(config.data.extra_tokens.values()),
             offset=start.samples - start.step * training.global_batch_size,
-        )
+        ).with_rows(config.data.rows())
+        try:
+            check_fields(sampler.fields)
+        except ValueError as error:
+            raise loaded.error("data.kind", f"{config.data.kind}: {error}") from error
         self.trainer = Trainer(
             config, model, state, sampler=sampler, stop=stop, on_event=on_event, folder=out
         )
-        self.held_out = _held_out(config, corpus, tokenizer, model)
+        self.held_out = self._open_held_out(sources)
         self.saved = SavedRun(
             step=start.step,
             elapsed=start.elapsed,
@@ -195,6 +184,13 @@ class _Session:
         self._last_save = 0.0
         self._background: BackgroundSaver | None = None
         self._said: Path | None = None  # the last save in the background that was reported
+
+    def _open_held_out(self, sources: Sources) -> HeldOut | None:
+        found, evaluation = self.config.data.held_out(sources), self.config.evaluation
+        if found is None:
+            return None
+        size = evaluation.micro_batch_size or self.config.training.micro_batch_size
+        return HeldOut(data=found, micro_batch_size=size, max_windows=evaluation.max_windows)
 
     def go(self, stack: ExitStack) -> Outcome:
         """Train to the end; rank 0 also reports."""
@@ -296,10 +292,10 @@ class _Session:
         saved = self.start.saved
         if saved is None or not self.start.own:
             return None
-        now = to_plain(self.config)
+        now, before = to_plain(self.config), saved.config["data"]
         same = saved.config.get("evaluation") == now["evaluation"]
-        before = {"objective": "clm", **saved.config["data"]}
-        of_data = [before.get(name) == now["data"][name] for name in _EVALUATED]
+        deciding = ("kind", "validation", *self.config.data.own_keys())
+        of_data = [before.get(name) == now["data"][name] for name in deciding]
         if not same or not all(of_data):
             return None
         found = None
@@ -429,28 +425,3 @@ def _close_quietly(log: MetricsFile | Board) -> None:
     """Close a log; if it can't be written, the run has said so already."""
     with contextlib.suppress(OSError):
         log.close()
-
-
-def _held_out(
-    config: RunConfig, corpus: Corpus, tokenizer: Tokenizer | None, model: ModelConfig
-) -> HeldOut | None:
-    evaluation, training = config.evaluation, config.training
-    make = partial(
-        HeldOut,
-        micro_batch_size=evaluation.micro_batch_size or training.micro_batch_size,
-        max_windows=evaluation.max_windows,
-    )
-    if tokenizer is not None and (config.data.hidden or config.data.spans):
-        if corpus.validation is None:
-            return None
-        return make(windows=dataset_of(config, corpus.validation, tokenizer, model), num_bytes=None)
-    stream = held_out_tokens(config, corpus)
-    if stream is None:
-        return None
-    start_id = None if tokenizer is None else tokenizer.eod_id
-    return make(
-        windows=SequentialWindows(
-            stream, training.sequence_length, evaluation.stride, start_id=start_id
-        ),
-        num_bytes=None if tokenizer is None else count_text_bytes(stream, tokenizer),
-    )

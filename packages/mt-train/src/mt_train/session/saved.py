@@ -12,6 +12,7 @@ from mt_data import Mixture
 from mt_files import Checks, UserError, to_plain
 from mt_optim import ScaleState
 
+from mt_train.config.kinds.registry import saved_data
 from mt_train.config.run_config import RunConfig
 from mt_train.training.progress import Progress
 
@@ -113,7 +114,8 @@ def read_saved(path: Path) -> SavedRun:
         CheckpointError: The manifest is damaged.
         ResumeError: The checkpoint is not of mt-train, or its metadata contradicts itself.
     """
-    return _read(path, SavedRun)
+    saved = _read(path, SavedRun)
+    return replace(saved, config={**saved.config, "data": saved_data(saved.config["data"])})
 
 
 def read_imported(path: Path) -> SavedModel | None:

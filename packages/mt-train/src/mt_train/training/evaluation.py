@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
 
 import numpy as np
-from mt_data import MicroBatch, SequentialWindows
+from mt_data import MicroBatch
 from numpy.typing import NDArray
 
 from mt_train.agreement import summed
-from mt_train.data.datasets import Made
+from mt_train.config.kinds.section import HeldOutRows
 from mt_train.data.loader import on_host, to_device
 from mt_train.parts.objective import totals
 from mt_train.reporting.metrics import Record
@@ -24,17 +23,15 @@ _CHUNK = 8
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Held-out tokens as evaluation windows.
+    """Held-out rows, and how an evaluation reads them.
 
     Attributes:
-        windows: Every token once as a label; or texts with spans cut out or tokens hidden.
-        num_bytes: UTF-8 bytes of the whole held-out text; None where labels are not all of it.
+        data: The rows.
         micro_batch_size: Rows per forward pass.
-        max_windows: Use the first windows only; None for all.
+        max_windows: Use the first rows only; None for all.
     """
 
-    windows: SequentialWindows | Made
-    num_bytes: int | None
+    data: HeldOutRows
     micro_batch_size: int
     max_windows: int | None
 
@@ -50,14 +47,14 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
         `step`, `val_loss` (nats per token), `bits_per_byte` and for each further loss of the model
         `val_<name>_loss`, equal on all ranks; None when a rank was asked to stop before the end.
     """
-    state, windows = trainer.state, held_out.windows
-    count = min(len(windows), held_out.max_windows or len(windows))
-    batches = windows.batches(
+    state, all_rows = trainer.state, held_out.data.rows
+    count = min(len(all_rows), held_out.max_windows or len(all_rows))
+    batches = all_rows.batches(
         min(held_out.micro_batch_size, -(-count // state.size("dp"))),  # no rows of nothing
         dp_rank=state.index("dp"),
         dp_size=state.size("dp"),
         limit=held_out.max_windows,
-        rows=trainer.rows,
+        rows=trainer.sampler.rows,
     )
     objective = trainer.objective
     names = [*objective.weights, *objective.counts]
@@ -85,8 +82,9 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
     divisors = {name: max(found[name], 1) for name in objective.counts}
     losses = objective.record((found[name] for name in objective.weights), divisors, "val_")
     record = {"step": trainer.progress.step, **losses}
-    if held_out.num_bytes is not None and isinstance(windows, SequentialWindows):
-        num_bytes = held_out.num_bytes * found["tokens"] / windows.num_labels
+    of_text = held_out.data
+    if of_text.num_bytes is not None:
+        num_bytes = of_text.num_bytes * found["tokens"] / of_text.num_labels
         record["bits_per_byte"] = found["lm"] / math.log(2) / max(num_bytes, 1)
     return record
 
@@ -104,5 +102,4 @@ def _without_filling(batch: MicroBatch) -> MicroBatch:
     rows = _rows(batch)
     if rows.all() or not rows.any():
         return batch
-    arrays = cast("dict[str, NDArray[np.int64]]", batch)
-    return cast("MicroBatch", {name: array[rows] for name, array in arrays.items()})
+    return {name: array[rows] for name, array in batch.items()}

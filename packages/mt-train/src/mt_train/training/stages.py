@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from mt_files import Stage
 from mt_model import DTYPES, GPT, ModelConfig, initializer
 from mt_parallel_state import ParallelState, shard_param, sharding_of
 from mt_schedule import Schedule
@@ -46,6 +47,15 @@ def build_stages(
         _share_embedding(stages)
     _share_tables(stages, owns=0 in held)
     return stages
+
+
+def ends_of(stages: Sequence[GPT]) -> tuple[Stage, ...]:
+    """Return which ends of the pipeline a rank's stages are, or that they are in its middle."""
+    first = any(stage.has_embedding for stage in stages)
+    last = any(stage.has_head for stage in stages)
+    if first and last:
+        return ("first", "middle", "last") if len(stages) == 1 else ("first", "last")
+    return ("first",) if first else ("last",) if last else ("middle",)
 
 
 def stage_options(config: RunConfig) -> dict[str, Any]:

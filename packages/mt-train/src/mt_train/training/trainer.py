@@ -40,6 +40,7 @@ from mt_train.training.progress import Course, Progress, StepMeter
 from mt_train.training.stages import (
     backwards_per_step,
     build_stages,
+    ends_of,
     initial_values,
     named_parameters,
     stage_options,
@@ -125,13 +126,8 @@ class Trainer:
         )
         for part in self.parts:
             self.objective = part.objective(self.objective)
-        self.rows = rows_of(
-            state,
-            config.training.sequence_length,
-            packing=config.data.packing,
-            reads=any(stage.has_embedding or stage.has_head for stage in self.stages),
-        )
-        self.sampler = sampler.with_rows(self.rows)
+        length, ends = config.training.sequence_length, ends_of(self.stages)
+        self.sampler = sampler.with_rows(rows_of(state, length, sampler.rows, ends))
         self._loader = prefetched(self.sampler, state.device, counts=self.objective.counts)
         here = (plan.schedule, state.index("pp"), self.stages)
         self._backwards = backwards_per_step(*here)
@@ -361,7 +357,7 @@ class Trainer:
         return [losses, *(part.own_numbers() for part in self.parts), flags]
 
     def _record(self, losses: Record, lr: float, tokens: float, seconds: float) -> Record:
-        if self.config.data.objective == "mlm":  # of which a few are labels
+        if self.config.data.has_few_labels:
             tokens = self.sampler.global_batch_size * self.config.training.sequence_length
         rate = tokens / seconds
         flops = rate * self._flops

@@ -1,0 +1,1 @@
+"""Kinds of rows: one file for each, with all that a run asks of its kind."""

@@ -1,0 +1,257 @@
+"""The section `data` of a run's configuration, and what each kind of rows answers for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from mt_files import Checks, RowField
+
+from mt_train.config.limits import path_field
+
+if TYPE_CHECKING:  # checking a file takes no torch, and no numpy for rows
+    from mt_data import GPTDataset, InOrder, RowDataset, Rows
+    from mt_model import ModelConfig
+    from mt_tokenizer import Tokenizer
+
+    from mt_train.config.run_config import RunConfig
+
+MAX_TOKENIZER = 10**7
+TOKEN_FILES = (".bin", ".idx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources:
+    """What the rows of a run are made of.
+
+    Attributes:
+        train: Paths of `data.train`, or of the tokens of `data.corpus`.
+        weights: Share of each path; empty where none are given.
+        validation: Path of held-out data, if any.
+        tokenizer: Tokenizer of the run; None for token files without one.
+        model: The model.
+        sequence_length: `training.sequence_length`.
+        seed: `training.seed`.
+        num_samples: Number of samples of the whole run.
+        stride: `evaluation.stride`.
+    """
+
+    train: tuple[Path, ...]
+    weights: tuple[float, ...] = ()
+    validation: Path | None = None
+    tokenizer: Tokenizer | None
+    model: ModelConfig
+    sequence_length: int
+    seed: int
+    num_samples: int
+    stride: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutRows:
+    """Held-out rows, which an evaluation reads in order.
+
+    Attributes:
+        rows: The rows.
+        num_bytes: UTF-8 bytes of the whole held-out text; None where labels are not all of it.
+        num_labels: Number of labels in all rows, of which `num_bytes` are.
+    """
+
+    rows: InOrder
+    num_bytes: int | None = None
+    num_labels: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Where tokens come from, and what rows are made of them: `data.kind` says which.
+
+    A kind is a subclass with a `type_name`. Its fields are keys of `data` beside the ones here, and
+    its methods answer for all that a run asks of its rows.
+
+    Paths in the YAML are relative to its folder, those on the command line to the working
+    directory. The tokens of a corpus are built once, in the run's `data` folder.
+
+    Attributes:
+        corpus: `standard-library` (Python's own sources), a folder of text files, a `.jsonl` file
+            or a text file.
+        glob: Pattern of the files to read from a corpus folder.
+        max_files: Maximum number of documents to read from the corpus.
+        vocab_size: Vocabulary size of the tokenizer that mt-train trains on the corpus.
+        pattern: Rule by which that tokenizer splits text into words: `gpt2`, or `code`, which keeps
+            runs of spaces together.
+        validation_fraction: Share of the corpus's documents to hold out.
+        train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`.
+        weights: Share of each entry of `train` in a batch; by default proportional to its number of
+            tokens.
+        validation: Prefix of prepared held-out tokens.
+        tokenizer: File of the tokenizer for `train` or `corpus`: a tokenizer.json or a
+            sentencepiece model. Without one, `train` needs `model.vocab_size`, and the run has no
+            bits per byte and generates no text.
+        eod: The special token of `tokenizer` that ends a document, such as `<|endoftext|>`; needed
+            where the tokenizer has several that may, or none of the usual names.
+    """
+
+    kind_key: ClassVar[str] = "kind"
+    default_kind: ClassVar[str] = "text"
+    type_name: ClassVar[str] = ""  # the value of `data.kind`
+    # Endings of the files of one entry of `train`; `.bin` and `.idx` are tokens.
+    endings: ClassVar[tuple[str, ...]] = TOKEN_FILES
+    needs_tokenizer: ClassVar[bool] = True
+    is_causal: ClassVar[bool] = True  # a token predicts the next one, or sees both sides
+    feeds_encoder: ClassVar[bool] = False  # rows have `encoder_tokens`
+    has_few_labels: ClassVar[bool] = False  # the speed counts all tokens
+    overlaps: ClassVar[bool] = False  # held-out rows overlap by `evaluation.stride`
+
+    corpus: str | None = None
+    glob: str = "**/*.py"
+    max_files: int | None = None
+    vocab_size: int = 4096
+    pattern: Literal["gpt2", "code"] = "gpt2"
+    validation_fraction: float = 0.05
+    train: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    validation: str | None = None
+    tokenizer: str | None = path_field("")
+    eod: str | None = None
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(2, "max_files")
+        checks.at_least(257, "vocab_size")
+        checks.at_most(MAX_TOKENIZER, "vocab_size")
+        checks.above(0, "validation_fraction")
+        checks.fraction("validation_fraction")
+        if not checks.errors:
+            self._check_sources(checks)
+            self.check(checks)
+        checks.done()
+
+    def _check_sources(self, checks: Checks) -> None:
+        if (self.corpus is None) == (not self.train):
+            checks.add("corpus", "set exactly one of data.corpus and data.train")
+        if self.weights and len(self.weights) != len(self.train):
+            text = f"{len(self.weights)} weights for {len(self.train)} entries of data.train"
+            checks.add("weights", f"{text}; give one for each")
+        for weight in self.weights:
+            if not 0 < weight <= 1e100:
+                checks.add("weights", f"{weight}: every weight must be greater than 0")
+
+    # What a kind answers for. Each method has a default but `fields` and `dataset`.
+
+    def check(self, checks: Checks) -> None:
+        """Check the kind's own keys; the types of all fields are right."""
+
+    def fields(self) -> tuple[RowField, ...]:
+        """Return the arrays of a row, but for the `fill` that depends on a tokenizer."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method fields()")
+
+    def sizes(self, sequence_length: int) -> Mapping[str, int]:
+        """Return the size of each dim of `fields`."""
+        return {"tokens": sequence_length}
+
+    def lengths(self, sequence_length: int) -> Mapping[str, int]:
+        """Return the lengths of sequences that ranks share, each by the key that decides it."""
+        return {"training.sequence_length": sequence_length}
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Special tokens that a tokenizer of `corpus` is trained with, beside the usual ones."""
+        return ()
+
+    @property
+    def extra_tokens(self) -> Mapping[str, int]:
+        """Number of tokens of the model behind the tokenizer's own, by the key that adds them."""
+        return {}
+
+    def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+        """Yield (key, text) of what in the model and the run does not go with these rows."""
+        yield from encoder_misfits(self, model)
+        yield from causality_misfits(self, config, model)
+        if model.pooled_head is not None and "sequences" not in _counts(self.fields()):
+            text = "has no labels to learn from without data.kind: masked and data.masking: "
+            yield "model.pooled_head", text + "{pairs: true}; leave it out"
+
+    def corpus_misfits(self, train: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
+        """Yield (key, text) of what does not go with the files of a run."""
+        del train
+        yield from ()
+
+    def rows(self) -> Rows:
+        """Return how samples of running text become rows; data sets that make rows need none."""
+        from mt_data import Rows
+
+        return Rows()
+
+    def dataset(self, path: Path, sources: Sources) -> RowDataset:
+        """Open one path of `train`, or the held-out data.
+
+        Raises:
+            DataError: The path makes no rows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} needs a method dataset()")
+
+    def datasets(self, sources: Sources) -> list[GPTDataset | RowDataset]:
+        """Open all paths of `train`."""
+        return [self.dataset(path, sources) for path in sources.train]
+
+    def held_out(self, sources: Sources) -> HeldOutRows | None:
+        """Open the held-out rows; None if there are none."""
+        if sources.validation is None:
+            return None
+        return HeldOutRows(rows=self.dataset(sources.validation, sources))
+
+    # What follows from a kind's fields.
+
+    @property
+    def kind(self) -> str:
+        """The value of `data.kind`."""
+        return type(self).type_name
+
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """Return the keys that only this kind has: they decide rows, and not tokens."""
+        common = {item.name for item in dataclasses.fields(DataSection)}
+        return tuple(item.name for item in dataclasses.fields(cls) if item.name not in common)
+
+
+def _counts(fields: tuple[RowField, ...]) -> set[Any]:
+    return {field.counts for field in fields}
+
+
+def encoder_misfits(data: DataSection, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield that a model with an encoder, and no other, has rows with an input for it."""
+    if data.feeds_encoder and not model.encoder_layers:
+        text = f"{data.kind}, but the model has no encoder that would read (model.encoder_layers)"
+        yield "data.kind", text
+    if model.encoder_layers and not data.feeds_encoder:
+        text = f"{data.kind} has nothing for the model's encoder; use spans, or a model without "
+        yield "data.kind", text + "model.encoder_layers"
+
+
+def causality_misfits(
+    data: DataSection, config: RunConfig, model: ModelConfig
+) -> Iterator[tuple[str, str]]:
+    """Yield that a model sees what it is to predict, or can't see what it may."""
+    where = "model.causal" if config.model.layers is None else "model.layers"
+    layers = model.layers[model.encoder_layers :]
+    causal = [layer.mixer is None or layer.mixer.is_causal for layer in layers]
+    if data.is_causal and not all(causal):
+        text = "false lets tokens see those that they are to predict; leave it out, or use "
+        yield where, text + "data.kind: masked"
+    if not data.is_causal and any(causal):
+        text = f"true does not go with data.kind {data.kind}, where tokens on both sides tell of a "
+        yield where, text + "hidden one; use causal: false, or a preset such as bert-base"
+
+
+def packing_misfits(packing: str, train: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
+    """Yield that documents are to be kept apart where it isn't known where they end."""
+    from mt_data import IndexedDataset
+
+    if packing == "documents" and all(len(IndexedDataset(prefix)) == 1 for prefix in train):
+        text = f"{packing}, but {train[0]}.idx has all its tokens in one document, so there is "
+        text += "nothing to keep apart; build the data with its documents, as mt-data build does, "
+        yield "data.packing", text + "or use none"
