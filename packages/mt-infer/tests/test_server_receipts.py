@@ -98,15 +98,19 @@ def test_receipts_replay_on_any_number_of_threads(
         torch.set_num_threads(threads)
 
 
-def test_a_receipt_replays_on_two_threads_of_a_fresh_process(
-    site: Site, folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("number", "counts"), [(1, "2"), pytest.param(100, "12", marks=pytest.mark.campaign)]
+)
+def test_receipts_replay_in_fresh_processes(
+    site: Site, folder: Path, tmp_path: Path, number: int, counts: str
 ) -> None:
-    (file,) = receipts(site, 1, tmp_path)
-    command = [sys.executable, "-m", "mt_infer", "replay", str(file), "--model", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "bit for bit" in done.stdout
+    for file in receipts(site, number, tmp_path):
+        command = [sys.executable, "-m", "mt_infer", "replay", str(file), "--model", str(folder)]
+        for count in counts:
+            own = os.environ | {"OMP_NUM_THREADS": count, "OMP_WAIT_POLICY": "PASSIVE"}
+            done = subprocess.run(command, capture_output=True, text=True, env=own, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert "bit for bit" in done.stdout
 
 
 def test_what_differs_is_named(site: Site, folder: Path, tmp_path: Path, replay: Any) -> None:
