@@ -13,7 +13,7 @@ from mt_files import FolderLock, LockedError, say
 
 from mt_ckpt.command.inspection import size_text
 from mt_ckpt.command.place import checkpoints_of
-from mt_ckpt.disk import list_files, remove_tree, sync
+from mt_ckpt.disk import Disk, list_files, remove_tree, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.root import committed_steps, latest_checkpoint, lock_root, set_aside
@@ -115,11 +115,12 @@ def _confirmed(question: str) -> bool:
 
 def _remove(root: Path, path: Path) -> bool:
     """Remove a step directory, and return whether nobody reads it."""
+    disk = Disk()
     with claim(path, superseded=time.time()) as free:
         if free:
-            aside = set_aside(path)
-            sync(root)
-            remove_tree(aside)
+            aside = set_aside(disk, path)
+            sync(disk, root)
+            remove_tree(disk, aside)
     return free
 
 
