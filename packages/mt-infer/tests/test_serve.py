@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mt_infer import Sampling
@@ -163,6 +164,33 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(EngineStartError, match=r"tokenizer.json is missing"):
         asyncio.run(engine.start())
     assert engine.pid is None
+
+
+def test_an_engine_is_started_again_after_a_start_that_the_machine_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = asyncio.create_subprocess_exec, list[str]()
+
+    async def refuse_once(*command: str, **how: Any) -> asyncio.subprocess.Process:
+        if not refused:
+            refused.append(command[0])
+            raise BlockingIOError("no more processes")
+        return await start(*command, **how)
+
+    async def check() -> None:
+        engine = EngineProcess(Setup(folder=str(run), name="x"))
+        await engine.start()
+        first = engine.pid
+        assert first is not None
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse_once)
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(120):
+            while not refused or not engine.is_ready:
+                await asyncio.sleep(0.05)
+        assert engine.pid not in (None, first)
+        await engine.close()
+
+    asyncio.run(check())
 
 
 def job(prompt: list[int], **sampling: int) -> Job:

@@ -165,10 +165,15 @@ class EngineProcess:
         own = _environment(self._setup)
         how = {"pass_fds": [theirs.fileno()], "env": own, "stdin": asyncio.subprocess.DEVNULL}
         command = [sys.executable, "-P", "-m", "mt_infer.backends.worker", str(theirs.fileno())]
-        with theirs:  # what it prints is no result of ours; a signal to our group is not for it
+        try:  # what it prints is no result of ours; a signal to our group is not for it
             self._process = await asyncio.create_subprocess_exec(
                 *command, stdout=sys.__stderr__, start_new_session=True, **how
             )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             writer.write(pack({"setup": self._setup}))
@@ -201,7 +206,7 @@ class EngineProcess:
                 wait = min(2 * wait, _LONGEST_WAIT_S)
                 try:
                     channel = await self._started()
-                except EngineStartError as error:
+                except (EngineStartError, EngineDownError, OSError, ValueError) as error:
                     _log.error("the engine does not start", extra={"error": str(error)})
             _log.info("the engine is ready again", extra={"pid": self.pid})
 
