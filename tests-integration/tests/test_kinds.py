@@ -90,7 +90,9 @@ def test_a_new_kind_is_named_in_a_yaml_file(tiny, options, monkeypatch, tmp_path
     config = load_config(tiny.config, given).config
     assert to_plain(config)["data"]["kind"] == "sums"
     assert to_plain(config)["data"]["reverse"] is True
-    with pytest.raises(ConfigError, match=r"data.packing: is a key of data.kind text and spans"):
+    with pytest.raises(
+        ConfigError, match=r"data.packing: is a key of data.kind text and spans and chat"
+    ):
         load_config(tiny.config, [*given, "data.packing=documents"])
     with pytest.raises(ConfigError, match=r"evaluation.stride: 4: rows of data.kind sums do not"):
         load_config(tiny.config, [*given, "evaluation.stride=4"])

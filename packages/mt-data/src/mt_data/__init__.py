@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from mt_data.corpus import build_corpus as build_corpus
     from mt_data.corpus import count_text_bytes as count_text_bytes
     from mt_data.corpus import dataset_tokenizer as dataset_tokenizer
+    from mt_data.datasets.chat import ChatDataset as ChatDataset
+    from mt_data.datasets.chat import chat_fields as chat_fields
     from mt_data.datasets.masked import MaskedDataset as MaskedDataset
     from mt_data.datasets.masked import MaskedVocabulary as MaskedVocabulary
     from mt_data.datasets.masked import Masking as Masking

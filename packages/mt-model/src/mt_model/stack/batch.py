@@ -17,6 +17,7 @@ Batch: TypeAlias = Mapping[str, Any]
 _INPUTS = (
     RowField(name="tokens"),
     RowField(name="labels"),
+    RowField(name="label_weights", dtype="float32"),
     RowField(name="documents", cut="whole"),
     RowField(name="positions"),
     RowField(name="mask", dtype="bool", cut="whole"),
@@ -90,6 +91,8 @@ def _check_dtype(field: RowField, x: Any) -> None:
     wanted = "integers, such as int64"
     if field.dtype == "bool":
         fits, wanted = dtype == torch.bool, "bool, True where a token is"
+    elif field.dtype == "float32":
+        fits, wanted = dtype is not None and dtype.is_floating_point, "floats, such as float32"
     if not fits:
         raise TypeError(
             f"{field.name} must be a tensor of {wanted}, got {dtype or type(x).__name__}"

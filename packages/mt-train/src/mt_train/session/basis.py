@@ -115,6 +115,8 @@ def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int 
     verify_corpus(loaded, corpus)
     basis = _checked(loaded, corpus, start, out)
     _keep_description(loaded, RunFolder(out))
+    for name, content in loaded.config.data.files().items():
+        write_file(out / name, content)
     if corpus.tokenizer is not None:
         tokenizer = read_bytes(corpus.tokenizer, limit=_TOKENIZER_BYTES)
         kept = RunFolder(out).tokenizer

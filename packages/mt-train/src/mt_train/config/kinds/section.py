@@ -175,6 +175,10 @@ class DataSection:
             text = "has no labels to learn from without data.kind: masked and data.masking: "
             yield "model.pooled_head", text + "{pairs: true}; leave it out"
 
+    def files(self) -> Mapping[str, bytes]:
+        """Return files that a run keeps in its folder for inference, by name."""
+        return {}
+
     def corpus_misfits(self, train: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
         """Yield (key, text) of what does not go with the files of a run."""
         del train

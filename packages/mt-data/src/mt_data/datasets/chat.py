@@ -1,0 +1,220 @@
+"""Rows of conversations, of which the assistant's turns are learnt."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
+from mt_files import RowField
+from mt_tokenizer import ChatTemplate, Tokenizer
+from numpy.typing import NDArray
+
+from mt_data.datasets.gpt import PADDING
+from mt_data.datasets.identity import digest_of
+from mt_data.datasets.packing import best_fit
+from mt_data.datasets.permutation import Permutation
+from mt_data.datasets.row_dataset import RowDataset
+from mt_data.documents.chat import ChatReader, TooLong
+from mt_data.documents.conversations import read_lines
+from mt_data.error import DataError, at_least
+
+ChatPacking: TypeAlias = Literal["best-fit", "none"]
+_WINDOWS_IN_MEMORY = 4
+
+
+def chat_fields(*, packed: bool, weighted: bool = False) -> tuple[RowField, ...]:
+    """Return the arrays of a row of conversations.
+
+    Args:
+        packed: Whether a row has several conversations, which attention keeps apart.
+        weighted: Whether labels have weights other than 1.
+    """
+    positions = "positions" if packed else None
+    fields = [
+        RowField(name="tokens", stages=("first", "last"), is_tokens=True),
+        RowField(name="labels", fill=PADDING, is_tokens=True, counts="tokens", positions=positions),
+    ]
+    if weighted:
+        fields.append(RowField(name="label_weights", dtype="float32", stages=("last",)))
+    if packed:
+        fields.append(RowField(name="documents", fill=PADDING, cut="whole"))
+        fields.append(RowField(name="positions"))
+    return tuple(fields)
+
+
+class ChatDataset(RowDataset):
+    """Rows of whole conversations, of which the assistant's turns are learnt.
+
+    A line of JSON has `messages` (with `tools`), `prompt` and `completion` (texts or messages), or
+    ShareGPT's `conversations`. All are rendered once and kept in memory, 8 bytes a token.
+
+    With `packing="best-fit"` the conversations of an epoch are shuffled and taken in windows, whose
+    conversations fill rows by best fit: attention, positions and labels stay within each. The rows
+    of a window follow from seed, epoch and window alone. With `"none"` a row is one conversation.
+
+    Args:
+        source: A JSONL file, a folder of them, or several.
+        tokenizer: The tokenizer.
+        template: Chat template with this tokenizer; needed for messages.
+        sequence_length: Number of tokens of a row.
+        packing: How conversations share rows.
+        too_long: What becomes of a conversation that is longer than a row: it is refused with its
+            line, dropped, or cut.
+        seed: Seed of the order.
+
+    Attributes:
+        window: Number of conversations that are packed together.
+        report: What the files hold, and what was left out.
+        is_weighted: Whether the rows have `label_weights`.
+
+    Raises:
+        DataError: A line is no conversation or is refused, or there is nothing to learn.
+
+    Shape:
+        - `row(i)`: `tokens`, `labels` [sequence_length], -100 for what is not learnt; packed rows
+          also have `documents`, the number of each token's conversation, -100 behind the last, and
+          `positions`, its place in the conversation; int64. `label_weights` [sequence_length]
+          float32
+    """
+
+    window: ClassVar[int] = 4096
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        sequence_length: int,
+        packing: ChatPacking = "best-fit",
+        too_long: TooLong = "refuse",
+        seed: int = 0,
+    ) -> None:
+        at_least(1, sequence_length=sequence_length)
+        if packing not in get_args(ChatPacking):
+            raise DataError(f"packing is {packing!r}; choose 'best-fit' or 'none'")
+        self.sequence_length, self._seed = sequence_length, operator.index(seed)
+        self.packing = "documents" if packing == "best-fit" else "none"
+        sources = [source] if isinstance(source, str | os.PathLike) else list(source)
+        reader = ChatReader(tokenizer, template, size=sequence_length, too_long=too_long)
+        self._data = hashlib.sha256()
+        ids: list[NDArray[np.int32]] = []
+        weights: list[NDArray[np.float32]] = []
+        for each in sources:
+            for found in reader.read(self._digested(each)):
+                ids.append(np.array(found.ids, np.int32))
+                weights.append(np.array(found.trained, np.float32))
+        self.report, self.is_weighted = reader.report, reader.report.is_weighted
+        if not ids:
+            raise DataError(f"{', '.join(map(str, sources))}: has nothing to learn; {self._left()}")
+        self._ends = np.cumsum([len(row) for row in ids])
+        self._ids, self._weights = np.concatenate(ids), np.concatenate(weights)
+        self._identity = {
+            "rows": "chat",
+            "data": self._data.hexdigest(),
+            "tokenizer": tokenizer.sha256,
+            "template": None if template is None else [template.source, template.tokens],
+            "sequence_length": sequence_length,
+            "packing": packing,
+            "too_long": too_long,
+            "window": self.window,
+            "seed": self._seed,
+        }
+        self._epochs: dict[int, NDArray[np.int64]] = {}
+        self._plans: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
+
+    def _digested(self, source: str | os.PathLike[str]) -> Iterable[tuple[str, bytes]]:
+        for where, line in read_lines(source):
+            self._data.update(line + b"\n")
+            yield where, line
+
+    def _left(self) -> str:
+        report = self.report
+        return f"{report.too_long} are too long, and {report.unlabelled} have no answer to learn"
+
+    @property
+    def fields(self) -> tuple[RowField, ...]:
+        """The arrays of a row."""
+        return chat_fields(packed=self.packing == "documents", weighted=self.is_weighted)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in an epoch."""
+        return len(self._ids)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the data and of everything that decides rows and their order."""
+        return digest_of(self._identity)
+
+    def __len__(self) -> int:
+        """Return the number of rows of the first epoch; another may have a few more or less."""
+        return int(self._row_ends(0)[-1])
+
+    def row(self, index: int) -> Mapping[str, NDArray]:
+        """Return row `index` in the endless stream of epochs."""
+        row, at = self.empty(), 0
+        for number, talk in enumerate(self.conversations(index)):
+            begin, end = self._place(talk)
+            size = end - begin - 1
+            here = slice(at, at + size)
+            row["tokens"][here] = self._ids[begin : end - 1]
+            trained = self._weights[begin + 1 : end]
+            row["labels"][here] = np.where(trained > 0, self._ids[begin + 1 : end], PADDING)
+            if self.is_weighted:
+                row["label_weights"][here] = trained
+            if self.packing == "documents":
+                row["documents"][here], row["positions"][here] = number, np.arange(size)
+            at += size
+        return row
+
+    def conversations(self, index: int) -> list[int]:
+        """Return the numbers of the conversations of row `index`, in the order of the files."""
+        index, epoch = operator.index(index), 0
+        if index < 0:
+            raise IndexError(f"row {index} does not exist; an index is 0 or more")
+        if self.packing == "none":
+            epoch, place = divmod(index, len(self._ends))
+            return [self._order(epoch)(place)]
+        while index >= (count := int(self._row_ends(epoch)[-1])):
+            index, epoch = index - count, epoch + 1
+        ends = self._row_ends(epoch)
+        window = int(np.searchsorted(ends, index, side="right"))
+        before = int(ends[window - 1]) if window else 0
+        return self._plan(epoch, window)[index - before].tolist()
+
+    def _place(self, talk: int) -> tuple[int, int]:
+        return (int(self._ends[talk - 1]) if talk else 0), int(self._ends[talk])
+
+    def _order(self, epoch: int) -> Permutation:
+        return Permutation(len(self._ends), self._seed, epoch, "conversations")
+
+    def _row_ends(self, epoch: int) -> NDArray[np.int64]:
+        """Return the number of rows of an epoch up to the end of each window."""
+        if self.packing == "none":
+            return np.array([len(self._ends)])
+        if epoch not in self._epochs:
+            windows = range(-(-len(self._ends) // self.window))
+            counts = [len(self._plan(epoch, window)) for window in windows]
+            self._epochs[epoch] = np.cumsum(counts)
+        return self._epochs[epoch]
+
+    def _plan(self, epoch: int, window: int) -> list[NDArray[np.int64]]:
+        """Return the conversations of each row of a window."""
+        key = epoch, window
+        if key not in self._plans:
+            begin = window * self.window
+            places = np.arange(begin, min(begin + self.window, len(self._ends)))
+            talks = self._order(epoch)(places)
+            lengths = np.diff(self._ends, prepend=0)[talks] - 1
+            rows = best_fit(lengths, self.sequence_length)
+            order = Permutation(len(rows), self._seed, epoch, window, "rows")
+            plan = [talks[rows[order(number)]] for number in range(len(rows))]
+            self._plans[key] = plan
+            while len(self._plans) > _WINDOWS_IN_MEMORY:
+                del self._plans[next(iter(self._plans))]
+        return self._plans[key]
