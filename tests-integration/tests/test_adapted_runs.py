@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
-from mt_hf import export_checkpoint, from_pretrained, save_pretrained
-from mt_infer import load_run
-from mt_model import GPT, MoEConfig, gpt
+from mt_ckpt import RunFolder, SavedModel, TensorShard, inspect_checkpoint, save_checkpoint
+from mt_files import to_plain
+from mt_hf import (
+    export_adapter,
+    export_checkpoint,
+    from_pretrained,
+    open_pretrained,
+    save_pretrained,
+)
+from mt_infer import Engine, load_run
+from mt_model import GPT, LoraConfig, ModelConfig, MoEConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState
+from safetensors.torch import load_file
 
 SIZES = {
     "vocab_size": 391,
@@ -51,6 +62,13 @@ GRID = [
     *(("mixtral", layout) for layout in OF_EXPERTS),
 ]
 SAMPLE = {("llama", "tp2pp2"), ("mixtral", "ep2"), ("mixtral", "etp2"), ("llama", "sequence")}
+
+
+class WideTorch:
+    """torch for modules of transformers that name fp32: it is fp64 there."""
+
+    def __getattr__(self, name):
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +136,82 @@ def test_a_run_of_adapters_is_read_and_exported_merged(one_rank, tmp_path, model
         found = loaded(tokens)[..., : expected.shape[-1]]
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         assert (base.double()(tokens) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:target_modules=:UserWarning")
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_gradients_and_logits_are_those_of_peft(
+    one_rank, arrays, tmp_path, monkeypatch, model
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = one_rank(model)
+    step = run / "checkpoints/step_00000004"
+    saved = inspect_checkpoint(step).metadata_as(SavedModel)
+    told, config = saved.adapters, ModelConfig.from_dict(saved.model)
+    lora = LoraConfig(rank=told.rank, alpha=told.alpha, layers=told.layers)
+    ours = GPT(config, lora=lora, dtype=torch.float64, seed=None)
+    base, stored = open_pretrained(told.base).padded(config.vocab_multiple), arrays(run, 4)
+    for name, param in ours.named_parameters():
+        if param.requires_grad:
+            param.data.copy_(torch.from_numpy(stored[f"model/{name}"]))
+        else:
+            base.fill(name, param.data)
+    tokens, labels = torch.arange(66).view(2, 33).mul(7).remainder(384).split((32, 1), 1)
+    labels = torch.cat((tokens[:, 1:], labels), 1)
+    loss = ours(tokens, labels=labels)["lm"]
+    loss.backward()
+
+    export_adapter(run, tmp_path / "adapter")
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    for home in (
+        f"transformers.models.{model}.modeling_{model}",
+        "transformers.modeling_rope_utils",
+    ):
+        monkeypatch.setattr(import_module(home), "torch", WideTorch())
+    narrow = AutoModelForCausalLM.from_pretrained(told.base, dtype=torch.float64)
+    plain = type(narrow)(narrow.config).double()  # whose angles are fp64 too
+    plain.load_state_dict(narrow.state_dict())
+    if model == "mixtral":
+        plain.set_experts_implementation("eager")  # torch's grouped product takes no fp64
+    how = {"autocast_adapter_dtype": False, "is_trainable": True}
+    theirs = PeftModel.from_pretrained(plain, tmp_path / "adapter", **how)
+    logits = theirs(tokens).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+
+    # Gradients by their names in PEFT: as if they were the adapters of a run.
+    made = RunFolder(tmp_path / "gradients")
+    shards = [
+        TensorShard(f"model/{name}", param.grad)
+        for name, param in ours.named_parameters()
+        if param.requires_grad
+    ]
+    save_checkpoint(made.checkpoints, 1, shards, to_plain(saved))
+    export_adapter(made.path, tmp_path / "found", family=model)
+    found = load_file(tmp_path / "found/adapter_model.safetensors")
+    wanted = {
+        n.replace(".default", ""): p.grad for n, p in theirs.named_parameters() if "lora" in n
+    }
+    assert found.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-10)
+
+    export_checkpoint(run, tmp_path / "merged", dtype=torch.float64)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    if model == "mixtral":
+        merged.set_experts_implementation("eager")
+    torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-5, atol=1e-5)
+    monkeypatch.undo()
+    if model != "mixtral":  # experts take no adapters for each request
+        adapters = {"ours": tmp_path / "adapter"}
+        with Engine.from_folder(told.base, dtype="fp64", blocks=8, adapters=adapters) as engine:
+            scores = engine.score(tokens[0], adapter="ours")
+        own = logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        torch.testing.assert_close(scores, own.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_frozen_runs_are_read_with_their_average(started, tmp_path) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from mt_hf.trtllm.checkpoint import TRTLLMReport as TRTLLMReport
     from mt_hf.trtllm.checkpoint import export_trtllm as export_trtllm
     from mt_hf.trtllm.description import TRTLLMType as TRTLLMType
+    from mt_hf.writing.adapter import export_adapter as export_adapter
     from mt_hf.writing.beside import files_beside as files_beside
     from mt_hf.writing.checkpoint import export_checkpoint as export_checkpoint
     from mt_hf.writing.checkpoint import import_pretrained as import_pretrained

@@ -62,6 +62,8 @@ class Export:
         family: The family, if several have such a model.
         dtype: Dtype of the tensors; by default the dtype of `like`, or of the checkpoint.
         ema: Write the moving average of the weights.
+        adapter: Write the adapters of a run with lora alone, for Hugging Face PEFT; without it they
+            are added to the weights of their base.
         file_size: Largest size of a file's tensors, in bytes.
     """
 
@@ -71,10 +73,13 @@ class Export:
     family: str | None = None
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] | None = None
     ema: bool = False
+    adapter: bool = False
     file_size: int = 5_000_000_000
 
     def run(self) -> int:
         """Run the command."""
+        if self.adapter:
+            return self._write_adapter()
         from mt_model import DTYPES
 
         from mt_hf.writing.checkpoint import export_checkpoint
@@ -88,6 +93,17 @@ class Export:
             ema=self.ema,
             file_size=self.file_size,
         )
+        say(f"{self.folder}: written")
+        return 0
+
+    def _write_adapter(self) -> int:
+        if self.like is not None or self.dtype is not None:
+            raise CommandError(
+                "--adapter writes adapters as they are; leave --like and --dtype out"
+            )
+        from mt_hf.writing.adapter import export_adapter
+
+        export_adapter(self.checkpoint, self.folder, family=self.family, ema=self.ema)
         say(f"{self.folder}: written")
         return 0
 

@@ -135,7 +135,7 @@ def read_lora(
         if not (a.isfinite().all() and b.isfinite().all()):
             raise ExchangeError(f"{name}: lora_A, or lora_B times {factor}, is not finite")
         for layer, own in names.parts(name, a, b):
-            _join(found.setdefault(layer, []), *own)
+            join_pair(found.setdefault(layer, []), *own)
     return {
         layer: (torch.cat([a for a, _ in own]), torch.cat([b for _, b in own], dim=1))
         for layer, own in found.items()
@@ -240,14 +240,17 @@ class _Names:
         if matrix is None:
             raise ExchangeError(f"{link.source} is no matrix of a linear layer")
         cut = len(shape) - matrix.in_dims
-        whole, rows, columns = _sources(link, shape, cut)
+        whole, rows, columns = sources_of(link, shape, cut)
         if (b.shape[0], a.shape[1]) != whole:
             raise ExchangeError(
                 f"{link.source} has {whole[0]} outputs and {whole[1]} inputs, and its adapter has "
                 f"lora_A {list(a.shape)} and lora_B {list(b.shape)}"
             )
         box = inside(link.area(shape), tuple((0, size) for size in shape))
-        own_rows, own_columns = _index(shape[:cut])[box[:cut]], _index(shape[cut:])[box[cut:]]
+        own_rows, own_columns = (
+            matrix_index(shape[:cut])[box[:cut]],
+            matrix_index(shape[cut:])[box[cut:]],
+        )
         placed_a = a.new_zeros(a.shape[0], prod(shape[cut:]))
         placed_a[:, own_columns.flatten()] = a[:, columns]
         placed_b = b.new_zeros(prod(shape[:cut]), b.shape[1])
@@ -255,7 +258,7 @@ class _Names:
         return placed_a, placed_b
 
 
-def _sources(link: Link, shape: Sizes, cut: int) -> tuple[Sizes, Tensor, Tensor]:
+def sources_of(link: Link, shape: Sizes, cut: int) -> tuple[Sizes, Tensor, Tensor]:
     """Return a linked layer's sizes, the outputs that our box has, and the inputs."""
     firsts = torch.arange(link.shape[0])[:, None].expand(link.shape)
     seconds = torch.arange(link.shape[1]).expand(link.shape)
@@ -272,11 +275,12 @@ def _is_constant(index: Tensor, dims: range) -> bool:
     return all(index.shape[dim] == 1 or index.stride(dim) == 0 for dim in dims)
 
 
-def _index(shape: Sizes) -> Tensor:
+def matrix_index(shape: Sizes) -> Tensor:
+    """Return the row-major index of each element of a shape."""
     return torch.arange(prod(shape)).view(shape)
 
 
-def _join(known: list[tuple[Tensor, Tensor]], a: Tensor, b: Tensor) -> None:
+def join_pair(known: list[tuple[Tensor, Tensor]], a: Tensor, b: Tensor) -> None:
     """Add a pair to a layer's pairs; if one has the same A, add B to the B of that pair."""
     for own, other in known:
         if own.shape == a.shape and torch.equal(own, a):

@@ -193,6 +193,8 @@ class ExportSection:
         hugging_face: Folder for Hugging Face transformers with the weights of the last step; it
             is new or empty, or holds what an earlier end of this run exported. The tokenizer and
             further fields of config.json come from the folder of `model.from`, where there is one.
+            Adapters (`lora`) are added to the weights of their base.
+        adapter: Folder for Hugging Face PEFT with the adapters of the last step, likewise.
         family: Family name in transformers; by default the family of `model.from`, or the first one
             with such a model.
         dtype: Dtype of the exported tensors; by default the dtype of `model.from`, or
@@ -200,13 +202,14 @@ class ExportSection:
     """
 
     hugging_face: str | None = path_field()
+    adapter: str | None = path_field()
     family: str | None = None
     dtype: Dtype | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
         if self.hugging_face is None:
-            for name in ("family", "dtype"):
+            for name in ("family", "dtype") if self.adapter is None else ("dtype",):
                 if getattr(self, name) is not None:
                     checks.add(name, "needs export.hugging_face, the folder to write")
         checks.done()
@@ -376,6 +379,8 @@ class RunConfig:
     def _adapters(self) -> Iterator[tuple[str, str]]:
         """Yield what does not go with low-rank adapters."""
         if self.lora is None:
+            if self.export.adapter is not None:
+                yield "export.adapter", "needs lora, the adapters to write; leave it out"
             return
         if self.model.from_ is None and self.checkpoint.load is None:
             text = "needs trained weights to adapt: name their folder with model.from, or a run "

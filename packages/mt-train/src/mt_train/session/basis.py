@@ -25,7 +25,7 @@ from mt_train.data.corpus import (
 )
 from mt_train.parts.registry import wanted_parts
 from mt_train.problem import ConfigError
-from mt_train.session.exporting import obstacle_of
+from mt_train.session.exporting import exports_of, obstacle_of
 from mt_train.session.starting import Start, check_start, find_start
 from mt_train.training.freezing import check_freezing
 from mt_train.training.optimization import check_overrides
@@ -145,12 +145,13 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start, out: Path) -> B
 
 def _check_export(loaded: LoadedConfig, model: ModelConfig, start: Start, out: Path) -> None:
     """Refuse an export at the end that can't be, before anything is trained."""
-    export = loaded.config.export
-    if export.hugging_face is None or start.progress.step >= loaded.config.training.steps:
+    folders, family = exports_of(loaded.config), loaded.config.export.family
+    if not folders or start.progress.step >= loaded.config.training.steps:
         return
-    problem, family = obstacle_of(Path(export.hugging_face), out), export.family
-    if problem is not None:
-        raise loaded.error("export.hugging_face", f"{export.hugging_face} {problem}")
+    for kind, folder in folders.items():
+        problem = obstacle_of(folder, out, kind)
+        if problem is not None:
+            raise loaded.error(f"export.{kind}", f"{folder} {problem}")
     if family is None and loaded.config.model.from_ is not None:
         family = read_description(loaded.config.model.from_).family.name
     try:

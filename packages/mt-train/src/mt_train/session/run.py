@@ -38,7 +38,7 @@ from mt_train.reporting.reporter import Reporter
 from mt_train.session import saving
 from mt_train.session.adapting import adapters_of
 from mt_train.session.basis import Basis, prepare_on_all_ranks
-from mt_train.session.exporting import export
+from mt_train.session.exporting import export, exports_of
 from mt_train.session.saved import SavedRun, plain_sections
 from mt_train.training.chosen_kernels import kernel_lines
 from mt_train.training.evaluation import HeldOut, evaluate
@@ -246,11 +246,13 @@ class _Session:
 
     def _export(self, reporter: Reporter) -> None:
         """Write the last checkpoint for other programs, on the first rank; the others wait."""
-        if self.config.export.hugging_face is None:
+        folders = exports_of(self.config)
+        if not folders:
             return
         if self.state.rank == 0:
             export(self.config, self.out)
-            reporter.say(f"exported {self.config.export.hugging_face}")
+            for folder in folders.values():
+                reporter.say(f"exported {folder}")
         summed(self.state, 0)
 
     def _draw(self, reporter: Reporter) -> None:
