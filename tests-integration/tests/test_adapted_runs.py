@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ GRID = [
     *(("mixtral", layout) for layout in OF_EXPERTS),
 ]
 SAMPLE = {("llama", "tp2pp2"), ("mixtral", "ep2"), ("mixtral", "etp2"), ("llama", "sequence")}
+READ = {("llama", False), ("mixtral", True)}
 
 
 class WideTorch:
@@ -122,8 +124,10 @@ def test_every_layout_trains_the_same_adapters(
         assert found[name] == pytest.approx(array, rel=1e-6, abs=1e-8), name
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ema", [False, True])
+@pytest.mark.parametrize(("model", "ema"), [
+    pytest.param(*each, marks=() if each in READ else pytest.mark.campaign)
+    for each in product(MODELS, (False, True))
+])  # fmt: skip
 def test_a_run_of_adapters_is_read_and_exported_merged(one_rank, tmp_path, model, ema) -> None:
     run = one_rank(model)
     state = ParallelState(ParallelLayout())
@@ -140,7 +144,9 @@ def test_a_run_of_adapters_is_read_and_exported_merged(one_rank, tmp_path, model
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:target_modules=:UserWarning")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [
+    pytest.param(name, marks=pytest.mark.campaign if name == "qwen3" else ()) for name in MODELS
+])  # fmt: skip
 def test_losses_gradients_and_logits_are_those_of_peft(
     one_rank, arrays, tmp_path, monkeypatch, model
 ) -> None:
@@ -206,11 +212,13 @@ def test_losses_gradients_and_logits_are_those_of_peft(
         merged.set_experts_implementation("eager")
     torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-5, atol=1e-5)
     monkeypatch.undo()
-    if model != "mixtral":  # experts take no adapters for each request
+    if (
+        model != "mixtral"
+    ):  # experts take no adapters for each request; the tokenizer has 384 tokens
         adapters = {"ours": tmp_path / "adapter"}
         with Engine.from_folder(told.base, dtype="fp64", blocks=8, adapters=adapters) as engine:
             scores = engine.score(tokens[0], adapter="ours")
-        own = logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        own = logits[0, :-1, :384].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         torch.testing.assert_close(scores, own.float(), rtol=1e-5, atol=1e-5)
 
 
