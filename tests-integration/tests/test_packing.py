@@ -149,7 +149,7 @@ def test_a_packed_document_has_the_loss_it_has_alone(
     parts = [
         GPTDataset(IndexedDataset(short / name), sequence_length=LENGTH, seed=1234) for name in "ab"
     ]
-    blend = BlendedDataset(parts, [3, 1], num_samples=8)
+    blend = BlendedDataset(parts, [3, 1], num_samples=8, order="split")
     total, count = losses_alone(model, [blend[index] for index in range(8)], tokenizer.eod_id)
     assert 8 * LENGTH > count > 8 * LENGTH - 30
     assert losses(run)[1] == pytest.approx(total / count, rel=1e-10)

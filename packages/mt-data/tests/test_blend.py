@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_data import BlendedDataset, DataError, GPTDataset
+from mt_data import BlendedDataset, DataError, GPTDataset, SplitOrder
 from mt_data.datasets.blend import BLOCK, BlendOrder
 
 
@@ -132,3 +132,17 @@ def test_blend_checks_its_range():
         blend[4]
     with pytest.raises(DataError, match="at least one dataset"):
         BlendedDataset([], [], 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(weights=st.lists(st.floats(1e-6, 100), min_size=1, max_size=40))
+def test_a_split_order_takes_each_sample_once_and_keeps_the_shares(weights):
+    order, taken = SplitOrder(weights), np.zeros(len(weights), int)
+    for index in range(300):
+        dataset, number = order(index)
+        assert taken[dataset] == number
+        taken[dataset] += 1
+        assert abs(taken - (index + 1) * order.weights).max() < 1.7
+    assert order.counts(300).tolist() == taken.tolist()
+    dataset, number = order(10**12)
+    assert order.counts(10**12 + 1)[dataset] == number + 1

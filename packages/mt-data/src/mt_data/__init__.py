@@ -12,6 +12,7 @@ from mt_data.datasets.batch import Rows as Rows
 from mt_data.datasets.batch import count_labels as count_labels
 from mt_data.datasets.blend import BlendedDataset as BlendedDataset
 from mt_data.datasets.blend import BlendOrder as BlendOrder
+from mt_data.datasets.blend import SplitOrder as SplitOrder
 from mt_data.datasets.gpt import PADDING as PADDING
 from mt_data.datasets.gpt import GPTDataset as GPTDataset
 from mt_data.datasets.gpt import text_fields as text_fields

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Protocol
+from heapq import heapify, heappop, heappush
+from typing import Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,6 +16,10 @@ from mt_data.error import DataError
 
 BLOCK = 1 << 12
 MAX_DATASETS = 2**15 - 1
+_ONE = 1 << 62
+_Node: TypeAlias = "int | tuple[int, _Node, _Node]"
+
+Order: TypeAlias = Literal["split", "shortfall"]
 
 
 class SampleSource(PartialSamples, Protocol):
@@ -24,6 +29,83 @@ class SampleSource(PartialSamples, Protocol):
     def fingerprint(self) -> str:
         """Digest that changes if the samples change."""
         ...
+
+
+def _shares(weights: ArrayLike) -> NDArray[np.float64]:
+    """Return weights that sum to 1.
+
+    Raises:
+        DataError: There are none or too many, or one of them is not above 0.
+    """
+    shares = np.asarray(weights, np.float64)
+    if shares.ndim != 1 or not 1 <= len(shares) <= MAX_DATASETS:
+        raise DataError(f"a blend needs 1 to {MAX_DATASETS} weights, got shape {shares.shape}")
+    if not (np.isfinite(shares).all() and (shares > 0).all()):
+        at = int(np.argmin(np.isfinite(shares) & (shares > 0)))
+        raise DataError(
+            f"weight {at} is {shares[at]}; weights must be finite and above 0 "
+            "(leave the dataset out instead)"
+        )
+    return shares / shares.sum()
+
+
+class SplitOrder:
+    """The dataset of each sample of a blend, found without those of the samples before.
+
+    The datasets are the leaves of a Huffman tree of their weights. Of the first m samples of a
+    node, its lighter branch has `round(m * share)`: so a sample's way to its leaf, and its number
+    there, take one product for each node on the way. After n samples the count of a dataset with
+    weight w differs from n * w by at most half the sum of w / W over the nodes of its way below the
+    root, W being a node's weight: less than 1.7, and mostly less than 1. Everything is integer
+    arithmetic, so it is the same on every machine.
+
+    Args:
+        weights: [D] shares, normalised here.
+    """
+
+    def __init__(self, weights: ArrayLike) -> None:
+        self.weights = _shares(weights)
+        # A node is (numerator of the lighter branch's share, lighter branch, heavier branch).
+        heap: list[tuple[float, int, _Node]] = [
+            (weight, number, number) for number, weight in enumerate(self.weights.tolist())
+        ]
+        heapify(heap)
+        for joined in range(len(heap), 2 * len(heap) - 1):
+            light, _, lighter = heappop(heap)
+            heavy, _, heavier = heappop(heap)
+            share = min(max(round(light / (light + heavy) * _ONE), 1), _ONE - 1)
+            heappush(heap, (light + heavy, joined, (share, lighter, heavier)))
+        self._root = heap[0][2]
+
+    def __call__(self, index: int) -> tuple[int, int]:
+        """Return (dataset, sample in that dataset) of sample `index`."""
+        node = self._root
+        while not isinstance(node, int):
+            share, lighter, heavier = node
+            before = _part(index, share)
+            if _part(index + 1, share) > before:
+                node, index = lighter, before
+            else:
+                node, index = heavier, index - before
+        return node, index
+
+    def counts(self, size: int) -> NDArray[np.int64]:
+        """Return the number of samples of each dataset among the first `size`, [D]."""
+        found = np.zeros(len(self.weights), np.int64)
+        rest: list[tuple[_Node, int]] = [(self._root, size)]
+        while rest:
+            node, count = rest.pop()
+            if isinstance(node, int):
+                found[node] = count
+            else:
+                part = _part(count, node[0])
+                rest += [(node[1], part), (node[2], count - part)]
+        return found
+
+
+def _part(count: int, share: int) -> int:
+    """Return the share of a count, rounded."""
+    return (2 * count * share + _ONE) // (2 * _ONE)
 
 
 class BlendOrder:
@@ -41,19 +123,10 @@ class BlendOrder:
     """
 
     def __init__(self, weights: ArrayLike) -> None:
-        shares = np.asarray(weights, np.float64)
-        if shares.ndim != 1 or not 1 <= len(shares) <= MAX_DATASETS:
-            raise DataError(f"a blend needs 1 to {MAX_DATASETS} weights, got shape {shares.shape}")
-        if not (np.isfinite(shares).all() and (shares > 0).all()):
-            at = int(np.argmin(np.isfinite(shares) & (shares > 0)))
-            raise DataError(
-                f"weight {at} is {shares[at]}; weights must be finite and above 0 "
-                "(leave the dataset out instead)"
-            )
-        self.weights = shares / shares.sum()
-        self._is_plain = len(shares) == 1  # there is no choice to remember
+        self.weights = _shares(weights)
+        self._is_plain = len(self.weights) == 1  # there is no choice to remember
         self._blocks: list[NDArray[np.int16]] = []
-        self._taken: list[NDArray[np.int64]] = [np.zeros(len(shares), np.int64)]
+        self._taken: list[NDArray[np.int64]] = [np.zeros(len(self.weights), np.int64)]
 
     def __call__(self, index: int) -> tuple[int, int]:
         """Return (dataset, sample in that dataset) of sample `index`."""
@@ -92,6 +165,17 @@ class BlendOrder:
         self._taken.append(taken)
 
 
+def order_of(name: Order, weights: ArrayLike) -> SplitOrder | BlendOrder:
+    """Return the order of a blend.
+
+    Raises:
+        DataError: The name or a weight is wrong.
+    """
+    if name not in get_args(Order):
+        raise DataError(f"order is {name!r}; choose 'split' or 'shortfall'")
+    return SplitOrder(weights) if name == "split" else BlendOrder(weights)
+
+
 class BlendedDataset:
     """Draw samples from several datasets in fixed proportions.
 
@@ -101,6 +185,8 @@ class BlendedDataset:
         datasets: At least one dataset.
         weights: Share of each dataset.
         num_samples: `len` of the blend.
+        order: `split` finds any sample at once (`SplitOrder`); `shortfall` is Megatron-LM's rule,
+            which has to choose for all samples before (`BlendOrder`).
 
     Shape:
         - `dataset[i]`: the shape of the blended datasets' samples.
@@ -111,6 +197,8 @@ class BlendedDataset:
         datasets: Sequence[SampleSource],
         weights: Sequence[float],
         num_samples: int,
+        *,
+        order: Order = "shortfall",
     ) -> None:
         if not datasets:
             raise DataError("a blend needs at least one dataset")
@@ -118,7 +206,8 @@ class BlendedDataset:
             raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
         if num_samples < 1:
             raise DataError(f"num_samples is {num_samples}; a blend needs at least 1")
-        self._order = BlendOrder(weights)
+        self._order = order_of(order, weights)
+        self._rule: Order = order
         self.datasets = tuple(datasets)
         self._length = num_samples
 
@@ -131,7 +220,8 @@ class BlendedDataset:
     def fingerprint(self) -> str:
         """Digest of the datasets and their shares."""
         sources = [dataset.fingerprint for dataset in self.datasets]
-        return digest_of([sources, self.weights.tolist()])
+        rule = [] if self._rule == "shortfall" else [self._rule]
+        return digest_of([sources, self.weights.tolist(), *rule])
 
     def __len__(self) -> int:
         return self._length

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 from mt_files import Checks, RowField
 from numpy.typing import NDArray
 
 from mt_data.datasets.batch import Packing
-from mt_data.datasets.blend import BlendedDataset, BlendOrder
+from mt_data.datasets.blend import BlendedDataset, Order, order_of
 from mt_data.datasets.gpt import GPTDataset
 from mt_data.datasets.row_dataset import RowDataset
 from mt_data.error import DataError
@@ -51,11 +51,13 @@ class Mixture:
         start: Number of the run's samples before this mixture.
         sources: Data sets in the mixture.
         resting: Former data sets; `start` is the sample where each would continue.
+        order: Order of the sources' samples; `shortfall` in checkpoints that do not say.
     """
 
     start: int = 0
     sources: tuple[MixtureSource, ...]
     resting: tuple[MixtureSource, ...] = ()
+    order: Literal["split", "shortfall"] = "shortfall"
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -66,14 +68,22 @@ class Mixture:
 
     def taken(self, samples: int) -> tuple[int, ...]:
         """Count the samples of each source among the first `samples` of the run."""
-        order = BlendOrder([source.weight for source in self.sources])
+        order = order_of(self.order, [source.weight for source in self.sources])
         counts = order.counts(samples - self.start)
         return tuple(
             source.start + int(count) for source, count in zip(self.sources, counts, strict=True)
         )
 
-    def continued(self, sources: Sequence[MixtureSource], samples: int) -> Mixture:
-        """Return the mixture from `samples` on: this one, or the next if the sources changed."""
+    def continued(
+        self, sources: Sequence[MixtureSource], samples: int, order: Order = "split"
+    ) -> Mixture:
+        """Return the mixture from `samples` on: this one, or the next if the sources changed.
+
+        Args:
+            sources: The data sets from here on.
+            samples: Number of the run's samples so far.
+            order: Order of the next mixture; this one keeps its own.
+        """
         if [(s.fingerprint, s.weight) for s in sources] == [
             (s.fingerprint, s.weight) for s in self.sources
         ]:
@@ -87,7 +97,8 @@ class Mixture:
             if same is not None:
                 known.remove(same)  # the same data set may be listed twice
             chosen.append(replace(source, start=0 if same is None else same.start))
-        return Mixture(start=samples, sources=tuple(chosen), resting=tuple(known))
+        resting = tuple(known)
+        return Mixture(start=samples, sources=tuple(chosen), resting=resting, order=order)
 
 
 class MixedSamples(BlendedDataset):
@@ -101,7 +112,8 @@ class MixedSamples(BlendedDataset):
 
     def __init__(self, datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> None:
         sources = cast("Sequence[GPTDataset]", datasets)  # of `MixedRows` they make rows instead
-        super().__init__(sources, [source.weight for source in mixture.sources], num_samples)
+        weights = [source.weight for source in mixture.sources]
+        super().__init__(sources, weights, num_samples, order=mixture.order)
         self._mixture = mixture
 
     def origin(self, index: int) -> tuple[int, int]:

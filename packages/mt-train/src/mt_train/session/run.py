@@ -134,7 +134,9 @@ class _Session:
         training, start = config.training, self.start.progress
         sources = sources_of(config, basis.corpus, tokenizer, model)
         datasets = config.data.datasets(sources)
-        mixture = self.start.mixture(mixture_sources(datasets, sources.weights))
+        mixture = self.start.mixture(
+            mixture_sources(datasets, sources.weights), config.data.blend_order
+        )
         steps_left = max(0, training.steps - start.step)
         num_samples = start.samples + steps_left * training.global_batch_size
         sampler = BatchSampler(

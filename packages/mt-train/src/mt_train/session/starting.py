@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mt_ckpt import RunFolder, SavedModel, hold_checkpoint, latest_checkpoint
 from mt_data import Mixture
@@ -65,11 +65,13 @@ class Start:
         path = RunFolder.of(self.path).tokenizer
         return path if path.is_file() else None
 
-    def mixture(self, sources: tuple[Any, ...]) -> Mixture:
-        """Return what the run draws from, from here on."""
+    def mixture(
+        self, sources: tuple[Any, ...], order: Literal["split", "shortfall"] = "split"
+    ) -> Mixture:
+        """Return what the run draws from, from here on; what goes on unchanged keeps its order."""
         if self.continued is None:
-            return Mixture(sources=sources)
-        return self.continued.data.continued(sources, self.progress.samples)
+            return Mixture(sources=sources, order=order)
+        return self.continued.data.continued(sources, self.progress.samples, order)
 
     def describe(self, config: RunConfig, tokenizer: str | None) -> list[str]:
         """Return lines on where the run starts and which settings change.

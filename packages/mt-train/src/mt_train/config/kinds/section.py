@@ -208,6 +208,11 @@ class DataSection:
             return None
         return HeldOutRows(rows=self.dataset(sources.validation, sources))
 
+    @property
+    def blend_order(self) -> Literal["split", "shortfall"]:
+        """Order of the samples of several data sets, in runs that begin from here on."""
+        return "split"
+
     # What follows from a kind's fields.
 
     @property

@@ -74,6 +74,11 @@ class TextData(DataSection):
 
         return Rows(packing=self.packing)
 
+    @property
+    def blend_order(self) -> Literal["split", "shortfall"]:
+        """Order of the samples of several data sets: Megatron-LM's, or one found at once."""
+        return "shortfall" if self.order == "megatron" else "split"
+
     def datasets(self, sources: Sources) -> list[GPTDataset | RowDataset]:
         """Open all paths of `train`, each with its part of `split`."""
         from mt_data import GPTDataset, IndexedDataset
