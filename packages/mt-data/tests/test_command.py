@@ -153,7 +153,7 @@ def test_many_bad_lines_are_a_count(folder, capsys):
     ("command", "message"),
     [
         ("bulid my_texts", "there is no command 'bulid'. Did you mean build?"),
-        ("xyz", "there is no command 'xyz'. Known: build, merge, peek, stats"),
+        ("xyz", "there is no command 'xyz'. Known: build, "),
         ("build my_texts", "mt-data build SOURCE ... --out PREFIX"),
         ("build my_texts --out c --workers 0", "workers is 0; it must be at least 1"),
         ("build '*.nothing' --out c", "no file matches '*.nothing'"),
