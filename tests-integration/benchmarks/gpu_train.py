@@ -17,7 +17,7 @@ import torch
 from environment import environment
 from mt_data import BatchSampler
 from mt_parallel_state import ParallelLayout, ParallelState
-from mt_train.config.data_section import DataSection
+from mt_train.config.kinds.text import TextData
 from mt_train.config.loading import build_model
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
@@ -47,7 +47,7 @@ class RandomSamples:
 def make_trainer(options: argparse.Namespace, device: torch.device, *, compiled: bool) -> Trainer:
     config = RunConfig(
         model=MODELS[options.model],
-        data=DataSection(corpus="standard-library"),  # not read: the batches are random
+        data=TextData(corpus="standard-library"),  # not read: the batches are random
         training=TrainingSection(
             steps=options.steps + options.warmup + 1,
             global_batch_size=options.batch * options.accumulation,

@@ -182,7 +182,8 @@ def test_the_quantised_folder_computes_what_was_trained(
         expected = trained(tokens, **batch)["lm"]
         found = load_run(tmp_path / "low", state).model(tokens, **batch)["lm"]
     assert float(expected) != float(plain)
-    assert float(found) == pytest.approx(float(expected), rel=2e-6)
+    # An input between two values of fp8 goes up or down with the last bit of a sum before it.
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_the_quantised_folder_of_a_mixture_computes_what_was_trained(

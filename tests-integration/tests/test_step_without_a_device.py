@@ -16,7 +16,7 @@ import torch
 from mt_data import BatchSampler
 from mt_parallel_state import ParallelLayout, ParallelState
 from mt_testing import CommunicationError, HostSyncs, fake_world, recorded_ranks, replay
-from mt_train.config.data_section import DataSection
+from mt_train.config.kinds.text import TextData
 from mt_train.config.loading import build_model
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
@@ -67,7 +67,7 @@ class Case:
                 num_layers=self.layers,
                 fields={"hidden_size": 16, "num_heads": 4, "ffn_size": 32, "tied": self.tied},
             ),
-            data=DataSection(corpus="standard-library"),  # not read: tokens are random
+            data=TextData(corpus="standard-library"),  # not read: tokens are random
             training=TrainingSection(
                 steps=4,
                 global_batch_size=self.batch,
