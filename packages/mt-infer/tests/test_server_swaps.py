@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from mt_infer import Engine, Sampling
+from mt_infer.backends.backend import Job
 from mt_infer.backends.local import LocalEngine
 from mt_infer.completion import Delta
 from mt_infer.engine.weights import Weights
@@ -48,11 +49,11 @@ def test_a_swap_waits_for_streams_however_long_they_run(run: Path) -> None:
         found: list[Delta] = []
 
         async def read() -> None:
-            async for delta in engine.stream([[1, 2]], how):
+            async for delta in engine.stream(Job(prompts=[[1, 2]], sampling=how)):
                 found.append(delta)
 
         reading = asyncio.create_task(read())
-        while not engine.engine.stats()["waiting"]:
+        while not engine.engine.stats()["waiting"] and not reading.done():
             await asyncio.sleep(1)
         swap = asyncio.create_task(engine.load_step())
         await asyncio.sleep(300)
