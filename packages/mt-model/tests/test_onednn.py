@@ -120,6 +120,10 @@ def onednn_calls(capfd, run):
     return capfd.readouterr().out.count(",exec,cpu,matmul,")
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="torch sends no fp32 product to oneDNN on a CPU without AVX-512",
+)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
 @pytest.mark.parametrize("compiled", [False, True])

@@ -11,7 +11,7 @@ from mt_context_parallel import Algorithm, AttentionDropout
 from mt_fusions import ROPE
 from mt_kernels import Choice, Selector
 from mt_parallel_state import MatrixSpec, all_gather, copy_to_group, mark_matrix
-from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from mt_tensor_parallel import ColumnParallelLinear, RowParallelLinear, adapter_of
 from torch import Tensor, nn
 
 from mt_model.attend.context import ForwardContext
@@ -178,7 +178,7 @@ class LatentAttention(nn.Module):
 
     def _by_head(self) -> Tensor:
         """Return the weight of `key_value` with adapters, from its output for unit latents."""
-        if isinstance(self.key_value, ColumnParallelLinear):
+        if adapter_of(self.key_value) is None:
             return self.key_value.weight
         unit = torch.eye(
             self.rank, dtype=self.latent.weight.dtype, device=self.latent.weight.device
