@@ -132,6 +132,6 @@ def test_a_score_with_usual_kernels_is_the_models_forward() -> None:
     for _ in range(2):  # the second time blocks of the beginning are cached
         found = made.score(TOKENS[0])
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(PromptError, match="65 tokens"):
         made.score([1] * 65)
