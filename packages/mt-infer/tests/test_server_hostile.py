@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -65,8 +66,8 @@ async def ask(app: FastAPI, request: Hostile) -> tuple[int, bytes]:
     return sent[0]["status"], b"".join(each.get("body", b"") for each in sent)
 
 
-async def attack(app: FastAPI, seed: int, number: int) -> dict[int, int]:
-    """Send hostile requests, some together, and count the answers by status."""
+async def attack(app: FastAPI, seed: int, number: int, limit_s: float) -> dict[int, int]:
+    """Send hostile requests, some together, each answered in time; count the answers by status."""
     found: dict[int, int] = {}
     numbers = iter(range(number))
 
@@ -78,7 +79,7 @@ async def attack(app: FastAPI, seed: int, number: int) -> dict[int, int]:
             seconds = time.monotonic() - began
             why = f"seed {seed}, number {n}: {request.path} {request.body[:300]!r}: {body[:300]!r}"
             assert status < 500, why
-            assert seconds < 5, why  # with TOGETHER others on a busy machine
+            assert seconds < limit_s, why
             assert b'"code":"internal_error"' not in body, why
             if status != 200:
                 error = json.loads(body)["error"]
@@ -93,21 +94,23 @@ async def attack(app: FastAPI, seed: int, number: int) -> dict[int, int]:
 
 
 def resident_bytes() -> int:
+    """Return the memory that is used; freed pages that malloc keeps are given back before."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("number", [20_000, pytest.param(1_000_000, marks=pytest.mark.campaign)])
 def test_hostile_bodies_are_refused_and_leave_nothing_behind(engine: Engine, number: int) -> None:
     app = create_app(engine, limits=LIMITS)
+    limit_s = 2 if number > 20_000 else 15  # CI has other tests beside it, a campaign has none
 
     async def run() -> None:
         async with app.router.lifespan_context(app):
             # Meanwhile oneDNN's cache of primitives, by shape, and malloc's arenas fill.
-            await attack(app, 0, number // 2)
-            gc.collect()
+            await attack(app, 0, number // 2, limit_s)
             before = resident_bytes()
-            found = await attack(app, 1, number // 2)
-            gc.collect()
+            found = await attack(app, 1, number // 2, limit_s)
             assert resident_bytes() - before < 50 << 20
             assert found[200] > number // 100
             assert found[400] > number // 4
