@@ -21,7 +21,11 @@ SIZES = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_sequence_lengt
 
 
 @pytest.mark.parametrize(
-    ("options", "layout"), [(["--nproc=2"], "tp2-pp1"), (["--pp=2"], "tp1-pp2")]
+    ("options", "layout"),
+    [
+        pytest.param(["--nproc=2"], "tp2-pp1", marks=pytest.mark.campaign),
+        (["--pp=2"], "tp1-pp2"),
+    ],
 )
 def test_a_killed_rank_is_seen_and_the_group_is_started_again(
     tmp_path: Path, write_run: Callable[..., Path], options: list[str], layout: str
