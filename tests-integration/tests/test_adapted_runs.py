@@ -62,7 +62,7 @@ GRID = [
     *((model, layout) for model in MODELS for layout in LAYOUTS),
     *(("mixtral", layout) for layout in OF_EXPERTS),
 ]
-SAMPLE = {("llama", "tp2pp2"), ("mixtral", "ep2"), ("mixtral", "etp2"), ("llama", "sequence")}
+SAMPLE = {("llama", "tp2pp2"), ("mixtral", "ep2"), ("mixtral", "etp2")}
 READ = {("llama", False), ("mixtral", True)}
 
 

@@ -119,6 +119,7 @@ def test_the_model_trains_under_full_sharding_within_the_budget(ranks):
     check(ranks, torch.float32, "full", from_meta=True)
 
 
+@pytest.mark.campaign
 def test_the_model_trains_with_states_offloaded_to_files_within_the_budget(ranks, tmp_path):
     check(ranks, torch.bfloat16, "optimizer", folder=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -47,7 +47,17 @@ def in_ci(name: str, hard: bool, number: int) -> bool:
 
 
 # What other rows have: pp2, dp2 and cp2 are those of the mean over micro-batches.
-FOR_CAMPAIGN = ("pp4", "cp4-ring", "tp2-pp2-dp2", "tp2-sp", "pp2", "dp2", "cp2", "zb-v")
+FOR_CAMPAIGN = (
+    "pp4",
+    "cp4-ring",
+    "tp2-cp2-pp2",
+    "tp2-pp2-dp2",
+    "tp2-sp",
+    "pp2",
+    "dp2",
+    "cp2",
+    "zb-v",
+)
 # Both kinds of model with every layout; CI takes every other one.
 CASES = [
     pytest.param(

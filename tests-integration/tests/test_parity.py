@@ -416,7 +416,7 @@ OPTIMIZERS = [
             *row,
             id=f"{row[0]}-{row[2][0].split('.')[1]}",
             # The others are among mt-train's combinations and the runs that wander.
-            marks=() if row[:2] in (("muon", 4), ("soap", 2)) and "tp" in row[2][0] else CAMPAIGN,
+            marks=() if row[:2] in (("muon", 2), ("soap", 2)) and "tp" in row[2][0] else CAMPAIGN,
         )
         for row in OPTIMIZERS
     ],
