@@ -126,12 +126,12 @@ def test_a_score_has_the_bits_of_the_trainers_forward_on_its_layout(
 
 def test_a_score_with_usual_kernels_is_the_models_forward() -> None:
     with ParallelState(ParallelLayout(), device="cpu") as state:
-        model = built("dense", state, "auto", torch.float32)
+        model = built("dense", state, "auto", torch.float64)
         made = Engine(model, options=EngineOptions(**OPTIONS))
         expected = trained(model, TOKENS[0], state)
     for _ in range(2):  # the second time blocks of the beginning are cached
         found = made.score(TOKENS[0])
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     with pytest.raises(PromptError, match="65 tokens"):
         made.score([1] * 65)
