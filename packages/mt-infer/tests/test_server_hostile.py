@@ -20,7 +20,7 @@ from mt_infer.server import Limits, create_app
 from mt_model import GPT, gpt
 from mt_tokenizer import train_tokenizer
 
-TOGETHER = 16
+TOGETHER = 6  # one interpreter has clients, server and engine, so each waits for all others
 LIMITS = Limits(max_body_bytes=64 << 10, max_prompt_bytes=4096, max_queue=64)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ effort }}"
 
@@ -66,8 +66,8 @@ async def ask(app: FastAPI, request: Hostile) -> tuple[int, bytes]:
     return sent[0]["status"], b"".join(each.get("body", b"") for each in sent)
 
 
-async def attack(app: FastAPI, seed: int, number: int, limit_s: float) -> dict[int, int]:
-    """Send hostile requests, some together, each answered in time; count the answers by status."""
+async def attack(app: FastAPI, seed: int, number: int) -> dict[int, int]:
+    """Send hostile requests, some together, and count the answers by status."""
     found: dict[int, int] = {}
     numbers = iter(range(number))
 
@@ -79,7 +79,7 @@ async def attack(app: FastAPI, seed: int, number: int, limit_s: float) -> dict[i
             seconds = time.monotonic() - began
             why = f"seed {seed}, number {n}: {request.path} {request.body[:300]!r}: {body[:300]!r}"
             assert status < 500, why
-            assert seconds < limit_s, why
+            assert seconds < (5 if status == 200 else 2), why
             assert b'"code":"internal_error"' not in body, why
             if status != 200:
                 error = json.loads(body)["error"]
@@ -103,14 +103,13 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("number", [20_000, pytest.param(1_000_000, marks=pytest.mark.campaign)])
 def test_hostile_bodies_are_refused_and_leave_nothing_behind(engine: Engine, number: int) -> None:
     app = create_app(engine, limits=LIMITS)
-    limit_s = 2 if number > 20_000 else 5  # CI has other tests beside it, a campaign has none
 
     async def run() -> None:
         async with app.router.lifespan_context(app):
             # Meanwhile oneDNN's cache of primitives, by shape, and malloc's arenas fill.
-            await attack(app, 0, number // 2, limit_s)
+            await attack(app, 0, number // 2)
             before = resident_bytes()
-            found = await attack(app, 1, number // 2, limit_s)
+            found = await attack(app, 1, number // 2)
             assert resident_bytes() - before < 50 << 20
             assert found[200] > number // 100
             assert found[400] > number // 4

@@ -51,6 +51,9 @@ class Gate:
             await self._app(scope, exchange.receive, exchange.send)
         except RefusedError as error:
             await exchange.refuse(error)
+        except asyncio.CancelledError:  # the time of a drain is over
+            await exchange.refuse(RefusedError(503, "the server ends; ask another one"))
+            raise
         except Exception as error:  # noqa: BLE001 - one request's error ends no other
             _log.exception("a request failed", extra={"error": type(error).__name__})
             await exchange.refuse(RefusedError(500, "the server failed", code="internal_error"))
