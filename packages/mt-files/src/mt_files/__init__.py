@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from mt_files.folder import check_free as check_free
     from mt_files.folder import new_folder as new_folder
     from mt_files.progress import Progress as Progress
+    from mt_files.safetensors import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
     from mt_files.safetensors import SafetensorsError as SafetensorsError
     from mt_files.safetensors import TensorEntry as TensorEntry
     from mt_files.safetensors import open_safetensors as open_safetensors

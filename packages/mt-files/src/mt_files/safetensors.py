@@ -22,6 +22,14 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType(
         **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
     }
 )
+# The format's names of dtypes, and those of numpy and torch.
+SAFETENSORS_DTYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+        **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool"},
+        **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8"},
+    }
+)
 MAX_TENSORS = 1 << 18  # of a folder; the largest published mixtures have half of it
 _MAX_HEADER = 100_000_000  # limit of the format's own reader
 _MAX_INDEX = 1 << 28

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from mt_files import (
+    SAFETENSORS_DTYPES,
     open_safetensors,
     plan_safetensors,
     safetensors_header,
@@ -24,20 +25,7 @@ from mt_ckpt.load import ArrayReader
 
 FILE_BYTES = 5_000_000_000
 _INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {name: getattr(torch, usual) for name, usual in SAFETENSORS_DTYPES.items()}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

@@ -12,7 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from mt_files import SafetensorsError, TensorEntry, open_file, open_safetensors, safetensors_in
+from mt_files import (
+    SAFETENSORS_DTYPES,
+    SafetensorsError,
+    TensorEntry,
+    open_file,
+    open_safetensors,
+    safetensors_in,
+)
 from mt_model import Sizes
 from torch import Tensor
 
@@ -22,20 +29,7 @@ from mt_hf.reading.files import WEIGHTS, root_of
 MAX_TENSORS = 1 << 18  # of a folder; the largest published mixtures have half of it
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-    }
+    {name: getattr(torch, usual) for name, usual in SAFETENSORS_DTYPES.items()}
 )
 
 
