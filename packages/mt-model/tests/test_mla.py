@@ -20,6 +20,7 @@ from mt_model import (
     validate_context,
 )
 from mt_parallel_state import ParallelLayout, ParallelState, offsets_of, sharding_of
+from mt_quant import QuantizationConfig, quantize
 from mt_tensor_parallel import add_lora
 from mt_testing import sample
 
@@ -182,11 +183,14 @@ def test_recomputation_changes_no_number(ranks, recompute) -> None:
     assert_same(ranks(2, run, "drops", 2, 1, (0, 2), True, recompute), expected)
 
 
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("way", ["plain", "adapted", "int8"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_from_the_latents_equals_the_expanded_form(name: str, adapted: bool) -> None:
+def test_decoding_from_the_latents_equals_the_expanded_form(name: str, way: str) -> None:
     model, tokens = model_of(name).eval(), batch()["tokens"]
-    if adapted:
+    if way == "int8":
+        rules = [{"name": "*.mixer.*", "weight": "int8"}]
+        quantize(model, QuantizationConfig.from_dict({"rules": rules}))
+    if way == "adapted":
         add_lora(model, 2, matches=lambda name: "mixer" in name)
         with torch.no_grad():
             for key, param in model.named_parameters():

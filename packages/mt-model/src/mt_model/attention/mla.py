@@ -177,7 +177,7 @@ class LatentAttention(nn.Module):
         return by_rows(product, x) if self.kernels.is_invariant else product(x)
 
     def _by_head(self) -> Tensor:
-        """Return the weight of `key_value` with adapters, from its output for unit latents."""
+        """Return the weight of `key_value`; with an adapter, from its output for unit latents."""
         if adapter_of(self.key_value) is None:
             return self.key_value.weight
         unit = torch.eye(
