@@ -413,6 +413,16 @@ def test_a_fault_at_any_call_leaves_the_old_or_the_new_step(tmp_path, name, size
     print(f"{name}, {size} ranks: {len(chosen)} faults")
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_that_is_saved_survives_a_power_loss(tmp_path, name):
+    case = CASES[name]
+    root = prepare(tmp_path / "disk", case)
+    disk = FaultDisk(Model(tmp_path / "disk"), threading.Lock())
+    assert save_on_threads(root, case.step, case.keep, [disk], NEW) == [None]
+    disk.model.write_out(tmp_path / "after", lambda: False)
+    assert load(tmp_path / "after/root") == NEW
+
+
 def test_a_failing_call_is_an_error_with_its_path_and_reason(tmp_path):
     for nth in itertools.count(1):
         root = prepare(tmp_path / str(nth), CASES["later"])
