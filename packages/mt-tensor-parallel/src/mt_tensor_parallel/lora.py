@@ -306,7 +306,7 @@ def lora_parts(
         a: A of the adapter.
         b: B of the adapter.
         matrix: Record of the layer's weight.
-        parts: Indices of the weight's fused matrices that have an adapter; None for one of all.
+        parts: Indices of the fused matrices that have an adapter each; None if all share one.
 
     Shape:
         a, b: As in `LoraAdapter`. Returns A [rank, *in] and B [*out, rank], with the experts' dim
@@ -421,7 +421,7 @@ def add_lora(
 
 
 def freeze_around_lora(module: nn.Module) -> None:
-    """Freeze all parameters of a module but those of its adapters."""
+    """Freeze all parameters of a module except those of its adapters."""
     kept = {id(param) for _, adapter in adapters(module) for param in adapter.parameters()}
     for param in module.parameters():
         if id(param) not in kept:

@@ -41,8 +41,8 @@ class Build:
         workers: Number of processes that encode, or that build parts.
         part: Build one of several equal parts, such as 3/16, on one of several machines; `mt-data
             merge` joins them.
-        parts: Build in so many parts, kept in OUT.parts until all are built: a build that was
-            killed goes on with those that are missing.
+        parts: Number of parts to build. They are kept in OUT.parts until all are there, so a build
+            that was killed goes on with the missing ones.
         on: Where parts are built: in processes, or on a Ray cluster that shares the file system.
         progress: Show progress even if standard error is not a terminal.
     """

@@ -33,7 +33,7 @@ class Check:
         eod: The special token that ends a document, if the tokenizer has none of the usual ones.
         sequence_length: Number of tokens of a row; without it no conversation is too long.
         too_long: What becomes of longer conversations: refuse, drop or cut.
-        show: Number of conversations to print, with what is learnt between [[ and ]].
+        show: Number of conversations to print, with the learnt text between [[ and ]].
     """
 
     files: tuple[str, ...]

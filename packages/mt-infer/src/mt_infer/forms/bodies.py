@@ -31,7 +31,7 @@ class Form:
     """The fields of a route's body.
 
     Attributes:
-        NOT_SERVED: Fields of OpenAI's that are refused, with the reason.
+        NOT_SERVED: OpenAI's fields that are refused, with the reason.
     """
 
     NOT_SERVED: ClassVar[Mapping[str, str]] = {}

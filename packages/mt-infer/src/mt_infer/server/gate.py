@@ -26,7 +26,7 @@ _log = logging.getLogger("mt_infer.server")
 class Gate:
     """The outermost layer of the app.
 
-    Each request needs a client's key, those of `/admin` an admin's, and `/health` none, whether the
+    Each request needs a client's key, `/admin` an admin's key, and `/health` no key, whether the
     route exists or not. A refusal, or an error that a layer below has let through, is answered in
     OpenAI's form, and one line of the log says how each request has ended.
 
