@@ -61,7 +61,7 @@ class Built:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A build: its sources, how they are read, and its result; see `mt_data.commands.build.Build`."""
+    """A build: its sources, how they are read, and its result; see `mt_data.commands.build`."""
 
     out: Path
     sources: tuple[str, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from typing import Literal, Protocol, TypeAlias, get_args
@@ -176,52 +177,24 @@ def order_of(name: Order, weights: ArrayLike) -> SplitOrder | BlendOrder:
     return SplitOrder(weights) if name == "split" else BlendOrder(weights)
 
 
-class BlendedDataset:
-    """Draw samples from several datasets in fixed proportions.
-
-    A dataset continues with its next epoch after its `len`.
+class ChosenSamples(ABC):
+    """Samples that are each of one of several data sets.
 
     Args:
-        datasets: At least one dataset.
-        weights: Share of each dataset.
-        num_samples: `len` of the blend.
-        order: `split` finds any sample at once (`SplitOrder`); `shortfall` is Megatron-LM's rule,
-            which has to choose for all samples before (`BlendOrder`).
+        datasets: At least one data set.
+        num_samples: `len` of all of them together.
 
     Shape:
-        - `dataset[i]`: the shape of the blended datasets' samples.
+        - `dataset[i]`: the shape of the data sets' samples.
     """
 
-    def __init__(
-        self,
-        datasets: Sequence[SampleSource],
-        weights: Sequence[float],
-        num_samples: int,
-        *,
-        order: Order = "shortfall",
-    ) -> None:
+    def __init__(self, datasets: Sequence[SampleSource], num_samples: int) -> None:
         if not datasets:
             raise DataError("a blend needs at least one dataset")
-        if len(weights) != len(datasets):
-            raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
         if num_samples < 1:
             raise DataError(f"num_samples is {num_samples}; a blend needs at least 1")
-        self._order = order_of(order, weights)
-        self._rule: Order = order
         self.datasets = tuple(datasets)
         self._length = num_samples
-
-    @property
-    def weights(self) -> NDArray[np.float64]:
-        """Shares of the datasets, summing to 1."""
-        return self._order.weights
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the datasets and their shares."""
-        sources = [dataset.fingerprint for dataset in self.datasets]
-        rule = [] if self._rule == "shortfall" else [self._rule]
-        return digest_of([sources, self.weights.tolist(), *rule])
 
     def __len__(self) -> int:
         return self._length
@@ -243,6 +216,50 @@ class BlendedDataset:
         """Return the document number of each token of a sample."""
         dataset, position = self.origin(index)
         return self.datasets[dataset].sample_documents(position)
+
+    @abstractmethod
+    def origin(self, index: int) -> tuple[int, int]:
+        """Return (dataset, sample in that dataset) of sample `index`."""
+
+
+class BlendedDataset(ChosenSamples):
+    """Draw samples from several datasets in fixed proportions.
+
+    A dataset continues with its next epoch after its `len`.
+
+    Args:
+        datasets: At least one dataset.
+        weights: Share of each dataset.
+        num_samples: `len` of the blend.
+        order: `split` finds any sample at once (`SplitOrder`); `shortfall` is Megatron-LM's rule,
+            which has to choose for all samples before (`BlendOrder`).
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[SampleSource],
+        weights: Sequence[float],
+        num_samples: int,
+        *,
+        order: Order = "shortfall",
+    ) -> None:
+        super().__init__(datasets, num_samples)
+        if len(weights) != len(datasets):
+            raise DataError(f"{len(weights)} weights for {len(datasets)} datasets")
+        self._order = order_of(order, weights)
+        self._rule: Order = order
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """Shares of the datasets, summing to 1."""
+        return self._order.weights
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the datasets and their shares."""
+        sources = [dataset.fingerprint for dataset in self.datasets]
+        rule = [] if self._rule == "shortfall" else [self._rule]
+        return digest_of([sources, self.weights.tolist(), *rule])
 
     def origin(self, index: int) -> tuple[int, int]:
         """Return (dataset, sample in that dataset) of sample `index`."""

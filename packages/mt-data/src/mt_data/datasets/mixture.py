@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, cast
 
+import numpy as np
 from mt_files import Checks, RowField
 from numpy.typing import NDArray
 
 from mt_data.datasets.batch import Packing
-from mt_data.datasets.blend import BlendedDataset, Order, order_of
+from mt_data.datasets.blend import BlendOrder, ChosenSamples, Order, SplitOrder, order_of
 from mt_data.datasets.gpt import GPTDataset
 from mt_data.datasets.row_dataset import RowDataset
 from mt_data.error import DataError
@@ -24,7 +26,7 @@ class MixtureSource:
 
     Attributes:
         fingerprint: Digest of the tokens and their order.
-        weight: Share of the mixture; the shares sum to 1.
+        weight: Share of the mixture; the shares sum to 1. A source of share 0 gives nothing.
         start: Number of its samples that the run took before this mixture began.
     """
 
@@ -34,8 +36,7 @@ class MixtureSource:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        checks.above(0, "weight")
-        checks.at_least(0, "start")
+        checks.at_least(0, "weight", "start")
         checks.done()
 
 
@@ -64,14 +65,32 @@ class Mixture:
         checks.at_least(0, "start")
         if not self.sources:
             checks.add("sources", "empty; at least one data set is needed")
+        elif not any(self.drawn):
+            checks.add("sources", "all have share 0; at least one has to give samples")
+        elif self.order == "shortfall" and not all(self.drawn):
+            checks.add("order", "shortfall needs shares above 0; use split")
         checks.done()
+
+    @property
+    def drawn(self) -> tuple[bool, ...]:
+        """Whether each source gives samples."""
+        return tuple(source.weight > 0 for source in self.sources)
+
+    @property
+    def choice(self) -> SplitOrder | BlendOrder:
+        """The source of each sample, as its number among those that give samples."""
+        return order_of(self.order, [s.weight for s in self.sources if s.weight > 0])
 
     def taken(self, samples: int) -> tuple[int, ...]:
         """Count the samples of each source among the first `samples` of the run."""
-        order = order_of(self.order, [source.weight for source in self.sources])
-        counts = order.counts(samples - self.start)
+        return self.counted(self.choice.counts(samples - self.start))
+
+    def counted(self, counts: NDArray[np.int64]) -> tuple[int, ...]:
+        """Add the counts of the sources that give samples to what all of them gave before."""
+        own = iter(counts.tolist())
         return tuple(
-            source.start + int(count) for source, count in zip(self.sources, counts, strict=True)
+            source.start + (next(own) if is_drawn else 0)
+            for source, is_drawn in zip(self.sources, self.drawn, strict=True)
         )
 
     def continued(
@@ -101,25 +120,59 @@ class Mixture:
         return Mixture(start=samples, sources=tuple(chosen), resting=resting, order=order)
 
 
-class MixedSamples(BlendedDataset):
+class MixedSamples(ChosenSamples):
     """The samples of a run by their number since its start.
 
     Args:
         datasets: Data sets, in the order of the mixture's sources.
         mixture: Mixture since the last change of sources.
         num_samples: Number of samples in the whole run.
+        later: Mixtures that follow it, by their `start`, of the same data sets.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> None:
-        sources = cast("Sequence[GPTDataset]", datasets)  # of `MixedRows` they make rows instead
-        weights = [source.weight for source in mixture.sources]
-        super().__init__(sources, weights, num_samples, order=mixture.order)
-        self._mixture = mixture
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        mixture: Mixture,
+        *,
+        num_samples: int,
+        later: Sequence[Mixture] = (),
+    ) -> None:
+        # Of `MixedRows` they make rows instead.
+        super().__init__(cast("Sequence[GPTDataset]", datasets), num_samples)
+        self.mixtures = (mixture, *later)
+        for each in self.mixtures:
+            if len(each.sources) != len(datasets):
+                text = f"a mixture of {len(each.sources)} sources for {len(datasets)} data sets"
+                raise DataError(f"{text}; give one source for each")
+        self._starts = [each.start for each in self.mixtures]
+        if self._starts != sorted(self._starts):
+            raise DataError(f"mixtures start at samples {self._starts}; give them in that order")
+        self._choices = [each.choice for each in self.mixtures]
+        self._drawn = [
+            [number for number, is_drawn in enumerate(each.drawn) if is_drawn]
+            for each in self.mixtures
+        ]
 
     def origin(self, index: int) -> tuple[int, int]:
         """Return the number of a sample's data set, and the sample's number there."""
-        source, number = super().origin(index - self._mixture.start)
-        return source, self._mixture.sources[source].start + number
+        at = self._at(index)
+        mixture = self.mixtures[at]
+        chosen, number = self._choices[at](index - mixture.start)
+        source = self._drawn[at][chosen]
+        return source, mixture.sources[source].start + number
+
+    def mixture_at(self, samples: int) -> Mixture:
+        """Return the mixture that holds after `samples` samples of the run."""
+        return self.mixtures[self._at(samples)]
+
+    def taken(self, samples: int) -> tuple[int, ...]:
+        """Count what each data set gave to the first `samples` samples of the run."""
+        at = self._at(samples)
+        return self.mixtures[at].counted(self._choices[at].counts(samples - self._starts[at]))
+
+    def _at(self, samples: int) -> int:
+        return max(0, bisect_right(self._starts, samples) - 1)
 
 
 class MixedRows(MixedSamples):
@@ -129,8 +182,15 @@ class MixedRows(MixedSamples):
         DataError: Rows of the data sets differ in their fields or sizes.
     """
 
-    def __init__(self, datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> None:
-        super().__init__(datasets, mixture, num_samples=num_samples)
+    def __init__(
+        self,
+        datasets: Sequence[Dataset],
+        mixture: Mixture,
+        *,
+        num_samples: int,
+        later: Sequence[Mixture] = (),
+    ) -> None:
+        super().__init__(datasets, mixture, num_samples=num_samples, later=later)
         self._rows = cast("Sequence[RowDataset]", datasets)
         first = self._rows[0]
         for number, other in enumerate(self._rows):
@@ -170,10 +230,16 @@ class MixedRows(MixedSamples):
         return self._rows[0].empty()
 
 
-def mixed(datasets: Sequence[Dataset], mixture: Mixture, *, num_samples: int) -> MixedSamples:
+def mixed(
+    datasets: Sequence[Dataset],
+    mixture: Mixture,
+    *,
+    num_samples: int,
+    later: Sequence[Mixture] = (),
+) -> MixedSamples:
     """Return the samples of a run, or its rows where the data sets make rows themselves."""
     kind = MixedRows if isinstance(datasets[0], RowDataset) else MixedSamples
-    return kind(datasets, mixture, num_samples=num_samples)
+    return kind(datasets, mixture, num_samples=num_samples, later=later)
 
 
 def mixture_sources(

@@ -32,6 +32,7 @@ from mt_train.config.run_config import RunConfig
 
 _DESCRIPTION = "corpus.json"
 _MAX_BYTES = 1 << 20
+_OF_TRAIN = ("phases",)  # keys that say nothing of a corpus, and that older descriptions lack
 _DECIDE_TOKENIZER = ("seed", "vocab_size", "pattern", "tokenizer")
 
 
@@ -92,8 +93,8 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
             validation=None if data.validation is None else Path(data.validation),
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
-    own = data.own_keys()  # of the rows, not of the tokens
-    of_tokens = {name: value for name, value in asdict(data).items() if name not in own}
+    others = (*data.own_keys(), *_OF_TRAIN)  # of the rows, not of the tokens
+    of_tokens = {name: value for name, value in asdict(data).items() if name not in others}
     description = {"seed": loaded.config.training.seed, **of_tokens}
     if data.special_tokens and given is None:
         description["special"] = data.special_tokens

@@ -7,11 +7,11 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mt_ckpt import BackgroundSaver, RunFolder, SavedTokenizer
-from mt_data import BatchSampler, mixed, mixture_sources
+from mt_data import BatchSampler
 from mt_files import FileError, to_plain, write_file
 from mt_model import check_fields, keep_freed_memory
 from mt_parallel_state import (
@@ -38,6 +38,7 @@ from mt_train.reporting.reporter import Reporter
 from mt_train.session import saving
 from mt_train.session.adapting import adapters_of
 from mt_train.session.basis import Basis, prepare_on_all_ranks
+from mt_train.session.drawing import Drawing
 from mt_train.session.exporting import export, exports_of
 from mt_train.session.saved import SavedRun, plain_sections
 from mt_train.training.chosen_kernels import kernel_lines
@@ -133,14 +134,9 @@ class _Session:
             part.check_layout(loaded, model, state.layout)
         training, start = config.training, self.start.progress
         sources = sources_of(config, basis.corpus, tokenizer, model)
-        datasets = config.data.datasets(sources)
-        mixture = self.start.mixture(
-            mixture_sources(datasets, sources.weights), config.data.blend_order
-        )
-        steps_left = max(0, training.steps - start.step)
-        num_samples = start.samples + steps_left * training.global_batch_size
+        self.drawing = Drawing(config, sources, self.start)
         sampler = BatchSampler(
-            mixed(datasets, mixture, num_samples=num_samples),
+            self.drawing.samples,
             global_batch_size=training.global_batch_size,
             micro_batch_size=training.micro_batch_size,
             dp_rank=state.index("dp"),
@@ -164,7 +160,7 @@ class _Session:
             consumed_samples=start.samples,
             skipped_steps=start.skipped,
             loss_scale=None,  # the trainer's, once there is one to save
-            data=mixture,
+            data=self.drawing.mixture(start.samples),
             tokenizer=None
             if tokenizer is None
             else SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token),
@@ -208,10 +204,13 @@ class _Session:
         evaluation: Record | None = None
         stopped = False
         while not trainer.finished and not stopped:
+            before = trainer.progress.samples
             step = self._train_step()
             stopped = step.stop
-            reporter.step(step.record)
+            reporter.step(step.record | self._drawn())
             self._say_notes(reporter, step.record)
+            for line in self.drawing.changes(before, trainer.progress.samples):
+                reporter.say(line)
             self._say_saved(reporter)
             number = trainer.progress.step
             between = _is_due(self.config.evaluation.every, number) and not trainer.finished
@@ -228,6 +227,8 @@ class _Session:
             stopped = evaluation is None
         if self.state.rank == 0:
             self._draw(reporter)
+        for line in self.drawing.summary(trainer.progress.samples):
+            reporter.say(line)
         if not stopped:
             self._export(reporter)
         if stopped:
@@ -237,6 +238,13 @@ class _Session:
                 "the same command continues"
             )
         return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
+
+    def _drawn(self) -> Record:
+        """Return what each source gave, for the steps that the console shows."""
+        step, every = self.trainer.progress.step, self.config.logging.every
+        if self.state.rank or (step % every and not self.trainer.finished):
+            return {}
+        return self.drawing.record(self.trainer.progress.samples)
 
     def _say_notes(self, reporter: Reporter, record: Record) -> None:
         """Print the notes of the model's parts after a step, on the rank of each part."""
@@ -371,6 +379,8 @@ class _Session:
                 reporter.say(line)
         for line in self.start.describe(self.config, self.saved.tokenizer_sha256):
             reporter.say(line)
+        for line in self.drawing.lines(self.trainer.progress.samples):
+            reporter.say(line)
         if self.trainer.finished:
             reporter.say(f"finished at step {self.trainer.progress.step}; evaluating")
 
@@ -383,13 +393,16 @@ class _Session:
     def _save(self, reporter: Reporter) -> None:
         reporter.sync()  # what is on record of a step is never younger than its checkpoint
         root = RunFolder(self.out).checkpoints
+        samples = self.trainer.progress.samples
+        mixture = self.drawing.mixture(samples)
+        now = replace(self.saved, data=mixture, consumed_samples=samples)
         if self._background is None:
-            path = saving.save(self.trainer, root, self.saved)
+            path = saving.save(self.trainer, root, now)
             self._note_saved(path)
             reporter.say(f"saved {path}")
             return
         self._finish_save(reporter)
-        saving.save(self.trainer, root, self.saved, self._background)
+        saving.save(self.trainer, root, now, self._background)
         self._last_save = time.monotonic()
 
     def _open_saver(self, stack: ExitStack) -> None:

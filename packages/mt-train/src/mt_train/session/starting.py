@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mt_ckpt import RunFolder, SavedModel, hold_checkpoint, latest_checkpoint
-from mt_data import Mixture
+from mt_data import Mixture, MixtureSource
 from mt_files import to_plain
 
 from mt_train.config.loading import LoadedConfig
@@ -65,13 +65,30 @@ class Start:
         path = RunFolder.of(self.path).tokenizer
         return path if path.is_file() else None
 
-    def mixture(
-        self, sources: tuple[Any, ...], order: Literal["split", "shortfall"] = "split"
-    ) -> Mixture:
-        """Return what the run draws from, from here on; what goes on unchanged keeps its order."""
+    def mixtures(
+        self,
+        phases: Sequence[tuple[int, Sequence[MixtureSource]]],
+        order: Literal["split", "shortfall"] = "split",
+    ) -> list[Mixture]:
+        """Return what the run draws from: from here on, and from each later phase on.
+
+        What goes on unchanged keeps its order. A phase begins where the one before leaves its
+        sources, by numbers alone: so a run that goes on draws what it would have drawn.
+
+        Args:
+            phases: Sources and their shares, each with the number of samples before; the first 0.
+            order: Order of a mixture that begins.
+        """
+        samples = self.progress.samples
+        now = [sources for begin, sources in phases if begin <= samples][-1]
         if self.continued is None:
-            return Mixture(sources=sources, order=order)
-        return self.continued.data.continued(sources, self.progress.samples, order)
+            found = [Mixture(sources=tuple(now), order=order)]
+        else:
+            found = [self.continued.data.continued(now, samples, order)]
+        for begin, sources in phases:
+            if begin > samples:
+                found.append(found[-1].continued(sources, begin, order))
+        return found
 
     def describe(self, config: RunConfig, tokenizer: str | None) -> list[str]:
         """Return lines on where the run starts and which settings change.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mt_files import Checks, RowField
 
+from mt_train.config.kinds.phases import PhaseSection, phase_problems, share_problems
 from mt_train.config.limits import path_field
 
 if TYPE_CHECKING:  # checking a file takes no torch, and no numpy for rows
@@ -86,7 +87,10 @@ class DataSection:
         validation_fraction: Share of the corpus's documents to hold out.
         train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`.
         weights: Share of each entry of `train` in a batch; by default proportional to its number of
-            tokens.
+            tokens. With `phases` a share of 0 leaves a source out until a phase gives it one.
+        phases: Other shares from some sample on, in their order: `{from: N, weights: [...]}` after
+            N samples of the run, or `{from_tokens: N, weights: [...]}`. A weight of 0 leaves a
+            source out; one that stays, or comes back, goes on where it was.
         validation: Prefix of prepared held-out tokens.
         tokenizer: File of the tokenizer for `train` or `corpus`: a tokenizer.json or a
             sentencepiece model. Without one, `train` needs `model.vocab_size`, and the run has no
@@ -114,6 +118,7 @@ class DataSection:
     validation_fraction: float = 0.05
     train: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
+    phases: tuple[PhaseSection, ...] = ()
     validation: str | None = None
     tokenizer: str | None = path_field("")
     eod: str | None = None
@@ -133,12 +138,10 @@ class DataSection:
     def _check_sources(self, checks: Checks) -> None:
         if (self.corpus is None) == (not self.train):
             checks.add("corpus", "set exactly one of data.corpus and data.train")
-        if self.weights and len(self.weights) != len(self.train):
-            text = f"{len(self.weights)} weights for {len(self.train)} entries of data.train"
-            checks.add("weights", f"{text}; give one for each")
-        for weight in self.weights:
-            if not 0 < weight <= 1e100:
-                checks.add("weights", f"{weight}: every weight must be greater than 0")
+        for text in share_problems(self.weights, self.train, may_rest=bool(self.phases)):
+            checks.add("weights", text)
+        for key, text in phase_problems(self.phases, self.train, self.weights):
+            checks.add(key, text)
 
     # What a kind answers for. Each method has a default but `fields` and `dataset`.
 
@@ -207,6 +210,14 @@ class DataSection:
         if sources.validation is None:
             return None
         return HeldOutRows(rows=self.dataset(sources.validation, sources))
+
+    def shares(self, sequence_length: int) -> list[tuple[int, tuple[float, ...]]]:
+        """Return the shares of the sources, each with the samples before they hold; (0, ...) first.
+
+        Empty shares follow the sources' numbers of tokens.
+        """
+        found = [(phase.start(sequence_length), phase.weights) for phase in self.phases]
+        return found if found and found[0][0] == 0 else [(0, self.weights), *found]
 
     @property
     def blend_order(self) -> Literal["split", "shortfall"]:

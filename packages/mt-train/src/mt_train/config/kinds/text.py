@@ -43,6 +43,11 @@ class TextData(DataSection):
         for name, is_set in (("split", self.split is not None), ("order", self.order != "stable")):
             if is_set and not self.train:
                 checks.add(name, "is for data.train; leave it out")
+        if self.phases and self.order == "megatron":
+            text = (
+                "are for data.order: stable, as Megatron-LM's depends on one share for the whole "
+            )
+            checks.add("phases", text + "run; leave one of them out")
         if self.split is None or "split" in checks.errors:
             return
         from mt_data import DataError, parse_split
