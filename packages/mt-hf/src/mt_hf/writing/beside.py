@@ -33,7 +33,7 @@ def chat_files(run: Path) -> dict[str, bytes]:
 
 
 def files_beside(tokenizer: Tokenizer, like: Path | None, run: Path) -> dict[str, bytes]:
-    """Return the files that replace or complete those of `like`, for a model trained with a tokenizer.
+    """Return the files that replace or complete those of `like`, for a model with a tokenizer.
 
     A text ends at the tokenizer's end-of-document token and at the end tokens of `like`; both stand
     in generation_config.json. The tokenizer is written unless `like` has one.
