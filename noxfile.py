@@ -175,7 +175,7 @@ def operators(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def campaign(session: nox.Session) -> None:
-    """The exhaustive and long tests; the whole writes the ledger of what it found."""
+    """The exhaustive and long tests, into their ledger; `-- FOLDER` brings only its rows."""
     report = str(Path(session.create_tmp()) / "campaign.xml")
     options = ["-m", "campaign and not gpu", "--junitxml", report]
     threads = {"OMP_NUM_THREADS": "1"}  # several ranks on few cores
@@ -183,8 +183,11 @@ def campaign(session: nox.Session) -> None:
     try:
         session.run(*DEV, "pytest", *options, *wanted, env=threads)
     finally:
+        ledger = [*DEV, "python", "tools/ledger.py", report, "--out", "docs/campaign.md"]
         if not session.posargs:
-            session.run(*DEV, "python", "tools/ledger.py", report, "--out", "docs/campaign.md")
+            session.run(*ledger)
+        elif all(Path(each).exists() for each in session.posargs):  # whole files, no choice of rows
+            session.run(*ledger, "--merge")
 
 
 @nox.session(python=False)

@@ -3,12 +3,14 @@
     pytest -m campaign --junitxml campaign.xml
     python tools/ledger.py campaign.xml --out docs/campaign.md
 
-One row a test function: how many cases passed and failed, and their time. Properties that tests
-record (`record_property`) are listed below the table, one line a case.
+One row a test function: how many cases passed and failed, their time and the day. Properties that
+tests record (`record_property`) are listed below the table, one line a case. `--merge` brings the
+rows of a part of the campaign into a ledger that is there, and leaves the others.
 """
 
 import argparse
 import platform
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -54,15 +56,16 @@ def ledger(cases: Sequence[Case], command: str) -> str:
     functions: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         functions[case.function].append(case)
+    today = datetime.now(UTC).date().isoformat()
     lines = [
         "# Ledger of the last full campaign",
         "",
-        f"`{command}` on {datetime.now(UTC).date().isoformat()}, Python "
+        f"`{command}` on {today}, Python "
         f"{platform.python_version()}, torch {version('torch')}, CPU. `tools/ledger.py` wrote it. "
         "CI runs a sample of each, which is not counted here.",
         "",
-        "| test | passed | failed | skipped | seconds |",
-        "|---|---|---|---|---|",
+        "| test | passed | failed | skipped | seconds | day |",
+        "|---|---|---|---|---|---|",
     ]
     for function, its in functions.items():
         counts = [
@@ -70,7 +73,7 @@ def ledger(cases: Sequence[Case], command: str) -> str:
             for kind in ("passed", "failed", "skipped")
         ]
         seconds = sum(case.seconds for case in its)
-        lines.append(f"| `{function}` | {' | '.join(counts)} | {seconds:.0f} |")
+        lines.append(f"| `{function}` | {' | '.join(counts)} | {seconds:.0f} | {today} |")
     for function, its in functions.items():
         recorded = [case for case in its if case.properties]
         if recorded:
@@ -83,15 +86,54 @@ def ledger(cases: Sequence[Case], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A ledger's text: what is above the rows, the row of each test, and the list of each name."""
+
+    head: str
+    rows: dict[str, str]
+    lists: dict[str, str]
+
+    @classmethod
+    def of(cls, text: str) -> "Parts":
+        """The parts of a ledger."""
+        table, *lists = re.split(r"^## ", text, flags=re.MULTILINE)
+        head, line, rows = table.partition("|---|---|---|---|---|---|\n")
+        return cls(
+            head=head + line,
+            rows={each.split("`")[1]: each for each in rows.splitlines() if each},
+            lists={each.splitlines()[0]: each.rstrip("\n") for each in lists},
+        )
+
+
+def merged(old: str, new: str) -> str:
+    """An old ledger with the rows and lists of a new one.
+
+    A row stands in the place of its test's old one, else after the last of its folder.
+    """
+    had, found = Parts.of(old), Parts.of(new)
+    order = list(had.rows)
+    for function in [each for each in found.rows if each not in had.rows]:
+        folder = "/".join(function.split("/")[:2])
+        last = max((at for at, each in enumerate(order) if each.startswith(folder)), default=-2)
+        order.insert(last + 1 if last >= 0 else len(order), function)
+    rows, names = had.rows | found.rows, {each.rpartition("::")[2] for each in found.rows}
+    lists = {name: text for name, text in had.lists.items() if name not in names} | found.lists
+    table = had.head + "".join(f"{rows[function]}\n" for function in order)
+    return table + "".join(f"\n## {text}\n" for text in lists.values())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the ledger; the exit status is 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("files", nargs="+", type=Path, help="JUnit files that pytest wrote")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--command", default="uv run nox -s campaign")
+    parser.add_argument("--merge", action="store_true", help="keep the other rows of the ledger")
     options = parser.parse_args(arguments)
     cases = [case for path in options.files for case in read_cases(path)]
-    options.out.write_text(ledger(cases, options.command))
+    text = ledger(cases, options.command)
+    options.out.write_text(merged(options.out.read_text(), text) if options.merge else text)
     failed = sum(case.outcome == "failed" for case in cases)
     print(f"{len(cases)} cases, {failed} failed: {options.out}")
     return 1 if failed or not cases else 0
