@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import subprocess
+import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from mt_ckpt import RunFolder, hold_checkpoint, latest_checkpoint
+from mt_files import build
 from mt_infer import Completion, Engine, Sampling
+from mt_infer.receipts import Receipt, answered
 
 OPTIONS = ("training.steps=100000", "checkpoint.every=2", "checkpoint.keep=2")
 OPTIONS += ("optimizer.schedule=constant", "model.qk_norm=none")
@@ -113,3 +121,67 @@ def test_an_engine_follows_a_run_that_trains_and_removes_its_old_steps(
     biases = [x for name, x in engine.model.named_buffers() if name.endswith("expert_bias.value")]
     assert bool(biases) == (model == MOE)
     assert all(each.any() for each in biases)
+
+
+@contextmanager
+def following(run: Path, log: Path) -> Iterator[str]:
+    """Serve a run with `--follow`, and yield the address."""
+    command = [sys.executable, "-m", "mt_infer", "serve", str(run), "--port=0", "--follow"]
+    with log.open("w") as file:
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+    assert server.stdout is not None
+    try:
+        line = server.stdout.readline()
+        assert line.startswith("listening on http://"), log.read_text()
+        yield line.split()[-1]
+        server.terminate()
+        assert server.wait(60) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def completion(url: str, **fields: Any) -> dict[str, Any]:
+    """Return a server's answer; an error of it is an HTTPError."""
+    headers = {"Content-Type": "application/json"}
+    body = json.dumps({"receipt": True, "max_tokens": 12} | fields).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+    with urllib.request.urlopen(request, timeout=120) as found:
+        return json.load(found)
+
+
+@pytest.mark.campaign
+def test_answers_of_a_server_beside_a_run_that_trains_replay_at_the_step_they_name(
+    tiny, tmp_path
+) -> None:
+    run, is_over = RunFolder(tmp_path / "run"), threading.Event()
+    found: dict[int, list[dict[str, Any]]] = {}
+
+    def ask(client: int, url: str) -> None:
+        number = 0
+        while not is_over.is_set():
+            number += 1
+            seed = 1000 * number + client
+            each = completion(url, prompt=PROMPTS[number % len(PROMPTS)], seed=seed)
+            found.setdefault(each["receipt"]["step"], []).append(each)
+
+    often = "checkpoint.every=10", "checkpoint.keep=1000"
+    with training(tiny.command(run.path, *OPTIONS, *often)):
+        newer_step(run.checkpoints, than=0)
+        with following(run.path, tmp_path / "log") as url, ThreadPoolExecutor(16) as pool:
+            clients = [pool.submit(ask, client, url) for client in range(16)]
+            while len(found) < 20 and not any(each.done() for each in clients):
+                time.sleep(0.1)
+            is_over.set()
+            for each in clients:
+                each.result()
+    assert len(found) >= 20
+    for step, answers in found.items():
+        engine = Engine.from_folder(run.path, step=step, blocks=256)
+        name = f"mt-{engine.digest[:16]}-step{step}-"
+        assert all(each["system_fingerprint"].startswith(name) for each in answers)
+        receipts = [build(Receipt, each["receipt"]) for each in answers]
+        assert {each.weights for each in receipts} == {engine.digest}
+        prompts = [list(each.prompts[0]) for each in receipts]
+        again = engine.generate(prompts, [each.sampling for each in receipts])
+        assert [answered([each]) for each in again] == [each.answers for each in receipts]
