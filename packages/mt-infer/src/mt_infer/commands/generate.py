@@ -7,25 +7,23 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from mt_files import FileError, quick_imports, read_json
+from mt_files import quick_imports
 
 from mt_infer.commands.flags import flag_of, options_of
-from mt_infer.console import keep_quiet, print_text, say
-from mt_infer.threads import use_threads
+from mt_infer.console import print_text, say
 
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
 
-    from mt_infer.completion import Completion
+    from mt_infer.commands.asking import Question
     from mt_infer.loading import Run
     from mt_infer.sampling import Sampling
 
-_MAX_PROMPT_BYTES = 1 << 24
 _MAX_GRAMMAR_BYTES = 1 << 20
 _MAX_ARGUMENT_BYTES = 100_000  # Linux takes 128 KiB
 
@@ -47,6 +45,14 @@ class Generate:
     It has a JSON list of messages, or an object with messages and tools."""
     system: str | None = None
     """What the system says before the user, with --chat."""
+    prompts: Path | None = None
+    """A file of JSON lines to answer, each with a prompt, a text or a list of messages, or with
+    messages and tools; needs --out."""
+    out: Path | None = None
+    """The file for the answers to --prompts, as JSON lines. The same command goes on with a file
+    that has the first ones."""
+    batch: int = 32
+    """Largest number of prompts at once, with --prompts."""
     image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     """A file with an image, for one image token of the prompt; may be given several times."""
     step: int | None = None
@@ -105,6 +111,7 @@ class Generate:
         with quick_imports():
             from mt_parallel_state import detect_env, launch, must_launch
 
+            from mt_infer.commands.continuation import continuation
             from mt_infer.loading import open_run
 
         env = detect_env()
@@ -113,10 +120,10 @@ class Generate:
                 sampling = _check_options(self, env)
                 run = stack.enter_context(open_run(self.run, self.step, download=self.download))
                 self.download = False  # once, and not by each rank
-                _check_run(self, env, run, sampling)
+                questions = _check_run(self, env, run, sampling)
             if must_launch(self.nproc or 1, env):
                 return launch("mt_infer", _as_arguments(self, run.step), self.nproc or 1)
-            completion = _generate(self, env, run, sampling)
+            completion = continuation(self, env, run, sampling, questions)
         if completion is not None and env.rank == 0:
             print_text(completion.text or "")
             if completion.end == "context":
@@ -141,9 +148,17 @@ def _told_once(env: DistributedEnv) -> Iterator[None]:
 
 
 def _check_asked(command: Generate) -> None:
-    """Check that there is one prompt or one conversation."""
-    if (command.prompt is None) == (command.chat_file is None):
-        raise ValueError("give --prompt, or a conversation as --chat FILE.json, and not both")
+    """Check that there is one prompt, one conversation or one file of them."""
+    if sum(each is not None for each in (command.prompt, command.chat_file, command.prompts)) != 1:
+        raise ValueError(
+            "give one of --prompt, a conversation as --chat FILE.json, and --prompts FILE"
+        )
+    if (command.prompts is None) != (command.out is None):
+        raise ValueError("--prompts FILE needs --out FILE for the answers, and --out needs it")
+    if command.prompts is not None and (command.image or command.cuda_graphs):
+        raise ValueError("--prompts does not go with --image and --cuda-graphs: leave these out")
+    if command.batch < 1:
+        raise ValueError(f"--batch {command.batch}: use 1 or more")
     if command.chat_file is not None and (command.chat or command.system is not None):
         raise ValueError(
             "--chat FILE.json has the whole conversation; leave --chat and --system out"
@@ -221,14 +236,16 @@ def _grammar(command: Generate) -> dict[str, Any]:
 
 
 def _read_prompt(env: DistributedEnv) -> str:
+    from mt_infer.commands.asking import MAX_PROMPT_BYTES
+
     if env.world_size > 1:
         raise ValueError(
             f"--prompt - under {env.launcher}: its processes can't share standard input; give the "
             "text itself"
         )
-    content = sys.stdin.buffer.read(_MAX_PROMPT_BYTES + 1)
-    if len(content) > _MAX_PROMPT_BYTES:
-        raise ValueError(f"standard input has more than {_MAX_PROMPT_BYTES} bytes; shorten it")
+    content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(content) > MAX_PROMPT_BYTES:
+        raise ValueError(f"standard input has more than {MAX_PROMPT_BYTES} bytes; shorten it")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -237,11 +254,18 @@ def _read_prompt(env: DistributedEnv) -> str:
         ) from error
 
 
-def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampling) -> None:
-    """Check the options against the run, before weights are read and processes started."""
+def _check_run(
+    command: Generate, env: DistributedEnv, run: Run, sampling: Sampling
+) -> list[Question]:
+    """Check the options against the run, before weights are read and processes started.
+
+    Returns:
+        The lines of `--prompts`.
+    """
     from mt_model import validate_split
 
     from mt_infer.choosing.grammar import Grammars
+    from mt_infer.commands.continuation import prompt_tokens, questions_of
     from mt_infer.loading import check_ema, check_kv_cache
 
     if command.ema:
@@ -267,54 +291,11 @@ def _check_run(command: Generate, env: DistributedEnv, run: Run, sampling: Sampl
         raise ValueError("--speculate does not go with --cuda-graphs; leave one of them out")
     if command.kv_cache_dtype in ("fp8", "int8"):
         check_kv_cache(run, command.kv_cache_dtype)
-    _tokens(command, run)
     Grammars(run.tokenizer).of(sampling, run.ends)
-
-
-def _tokens(command: Generate, run: Run) -> list[int]:
-    """Return the tokens of the prompt and its images."""
-    from mt_infer.images import place_images
-    from mt_infer.text import check_prompt, encode_prompt
-
-    prompt = _prompt(command, run)
-    is_text = isinstance(prompt, str)
-    tokens = encode_prompt(prompt, run.tokenizer, run.config) if is_text else prompt
-    tokens, _ = place_images(tokens, command.image, run.config, run.pixels)
-    check_prompt(tokens, run.config)
-    return tokens
-
-
-def _prompt(command: Generate, run: Run) -> str | list[int]:
-    """Return the prompt, which with --chat is what the chat template makes of it."""
-    if command.chat_file is None and not command.chat:
-        return str(command.prompt)
-    from mt_tokenizer import ChatTemplate, with_parsed_arguments
-
-    messages, tools = _conversation(command)
-    with ChatTemplate.from_folder(run.chat_folder, run.tokenizer) as template:
-        written = template.write(with_parsed_arguments(messages), tools=tools)
-        return run.tokenizer.encode_chat(written)
-
-
-def _conversation(command: Generate) -> tuple[list[Any], list[Any] | None]:
-    """Return the messages to answer, and the tools of a file.
-
-    Raises:
-        FileError: The file can't be read, or is no conversation.
-    """
-    if command.chat_file is None:
-        messages = [{"role": "user", "content": command.prompt}]
-        if command.system is not None:
-            messages.insert(0, {"role": "system", "content": command.system})
-        return messages, None
-    found = read_json(command.chat_file, limit=_MAX_PROMPT_BYTES)
-    record = found if isinstance(found, dict) else {"messages": found}
-    messages, tools = record.get("messages"), record.get("tools")
-    for name, value in (("messages", messages), ("tools", [] if tools is None else tools)):
-        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-            text = f'{name} are no list of objects; write [{{"role": "user", "content": ...}}]'
-            raise FileError(str(command.chat_file), text)
-    return cast("list[Any]", messages), tools
+    questions = questions_of(command, run)
+    if not questions:
+        prompt_tokens(command, run)
+    return questions
 
 
 def _as_arguments(command: Generate, step: int | None) -> list[str]:
@@ -326,57 +307,3 @@ def _as_arguments(command: Generate, step: int | None) -> list[str]:
     options = [f"{flag_of(name)}={value}" for name, value in given.items() if value is not None]
     switches = [flag_of(name) for name in switches if getattr(command, name)]
     return ["generate", *repeated, *options, *switches, "--", str(command.run)]
-
-
-def _generate(
-    command: Generate, env: DistributedEnv, run: Run, sampling: Sampling
-) -> Completion | None:
-    """Return the completion on the first rank, and None on those that follow it."""
-    from mt_parallel_state import ParallelLayout, ParallelState, joined
-
-    from mt_infer.engine.engine import Engine
-    from mt_infer.engine.options import EngineOptions
-    from mt_infer.loading import load_weights, same_run
-
-    tp = env.world_size // command.pp
-    layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
-    how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
-    with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
-        # Graphs are for one prompt at a time.
-        if command.cuda_graphs:
-            with same_run(run, state) as agreed:
-                generator = load_weights(agreed, state, **how)
-            kept = {"kv_cache_dtype": command.kv_cache_dtype, "cuda_graphs": command.cuda_graphs}
-            told = say if env.local_rank == 0 else keep_quiet
-            use_threads(generator.model)
-            generator = replace(generator, **kept, on_eager=told)
-            return generator.complete(str(command.prompt), sampling)
-        options = EngineOptions(
-            blocks=_blocks(command, run, EngineOptions.block_size),
-            max_batch=1,
-            kv_cache_dtype=command.kv_cache_dtype,
-            prefix_cache=False,
-            speculate=command.speculate,
-            batch_invariant=False,  # nothing runs beside it
-        )
-        with same_run(run, state) as agreed:
-            engine = Engine.from_run(agreed, state, options, **how)
-        use_threads(engine.model)
-        name = None if command.adapter is None else str(command.adapter)
-        if env.rank > 0:
-            engine.serve()
-            return None
-        with engine:
-            if name is not None:
-                engine.load_adapter(name, name)
-            images = [list(command.image)]
-            return engine.generate(_prompt(command, run), sampling, images, adapter=name)[0]
-
-
-def _blocks(command: Generate, run: Run, size: int) -> int:
-    """Return the number of blocks for the prompt alone."""
-    given, source = len(_tokens(command, run)), 0
-    if run.config.encoder_layers:
-        given, source = 1, given
-    length = min(given + command.max_tokens, run.config.max_sequence_length)
-    return -(-length // size) - (-source // size)

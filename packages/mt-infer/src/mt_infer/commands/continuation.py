@@ -1,0 +1,161 @@
+"""What `mt-infer generate` computes: one continuation, or the answers to a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mt_files import read_json, to_plain
+from mt_parallel_state import DistributedEnv, ParallelLayout, ParallelState, joined
+
+from mt_infer.commands.answers import AnswerFile
+from mt_infer.commands.asking import (
+    MAX_PROMPT_BYTES,
+    Asker,
+    Question,
+    checked_talk,
+    read_questions,
+    user_says,
+)
+from mt_infer.completion import Completion
+from mt_infer.console import keep_quiet, say
+from mt_infer.digests import run_digest
+from mt_infer.engine.engine import Engine
+from mt_infer.engine.options import EngineOptions
+from mt_infer.images import place_images
+from mt_infer.loading import Run, load_weights, same_run
+from mt_infer.sampling import Sampling
+from mt_infer.text import check_prompt, encode_prompt
+from mt_infer.threads import use_threads
+
+if TYPE_CHECKING:
+    from mt_infer.commands.generate import Generate
+
+
+def continuation(
+    command: Generate,
+    env: DistributedEnv,
+    run: Run,
+    sampling: Sampling,
+    questions: Sequence[Question],
+) -> Completion | None:
+    """Answer the questions, or return the completion of the prompt on the first rank.
+
+    The other ranks follow it.
+    """
+    tp = env.world_size // command.pp
+    layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
+    how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
+    with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
+        # Graphs are for one prompt at a time.
+        if command.cuda_graphs:
+            with same_run(run, state) as agreed:
+                generator = load_weights(agreed, state, **how)
+            kept = {"kv_cache_dtype": command.kv_cache_dtype, "cuda_graphs": command.cuda_graphs}
+            told = say if env.local_rank == 0 else keep_quiet
+            use_threads(generator.model)
+            generator = replace(generator, **kept, on_eager=told)
+            return generator.complete(str(command.prompt), sampling)
+        if questions and env.rank == 0:
+            _answer(command, run, state, sampling, questions)
+            return None
+        engine = _engine(command, run, state, questions)
+        if env.rank > 0:
+            engine.serve()
+            return None
+        with engine:
+            name = _adapter(command, engine)
+            images = [list(command.image)]
+            return engine.generate(_prompt(command, run), sampling, images, adapter=name)[0]
+
+
+def _answer(
+    command: Generate,
+    run: Run,
+    state: ParallelState,
+    sampling: Sampling,
+    questions: Sequence[Question],
+) -> None:
+    """Write the answers to all questions that have none yet."""
+    assert command.out is not None, "it is checked"  # noqa: S101
+    named = ("adapter", "ema", "dtype", "kv_cache_dtype")
+    options = [getattr(command, name) for name in named]
+    settings = [run_digest(run), to_plain(sampling), options]
+    with AnswerFile(command.out, questions, settings) as file:
+        before = len(questions) - len(file.rest)
+        with _engine(command, run, state, questions) as engine:
+            file.answer(engine, sampling, adapter=_adapter(command, engine))
+    told = f", {before} of them from before" if before else ""
+    say(f"{len(questions)} answers in {command.out}{told}")
+
+
+def _engine(
+    command: Generate, run: Run, state: ParallelState, questions: Sequence[Question]
+) -> Engine:
+    """Load the engine for all questions, or for one prompt without any; all ranks call it."""
+    given = [len(each.tokens) for each in questions] or [len(prompt_tokens(command, run))]
+    most = min(len(given), command.batch)
+    longest = sorted(given, reverse=True)[:most]
+    options = EngineOptions(
+        blocks=sum(_blocks(command, run, each, EngineOptions.block_size) for each in longest),
+        max_batch=most,
+        kv_cache_dtype=command.kv_cache_dtype,
+        prefix_cache=bool(questions),
+        speculate=command.speculate,
+        batch_invariant=None if questions else False,  # nothing runs beside one prompt
+    )
+    how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
+    with same_run(run, state) as agreed:
+        engine = Engine.from_run(agreed, state, options, **how)
+    use_threads(engine.model)
+    return engine
+
+
+def _adapter(command: Generate, engine: Engine) -> str | None:
+    """Load the adapter, and return its name."""
+    name = None if command.adapter is None else str(command.adapter)
+    if name is not None:
+        engine.load_adapter(name, name)
+    return name
+
+
+def _blocks(command: Generate, run: Run, given: int, size: int) -> int:
+    """Return the number of blocks for a prompt of some tokens and its answer."""
+    source = 0
+    if run.config.encoder_layers:
+        given, source = 1, given
+    length = min(given + command.max_tokens, run.config.max_sequence_length)
+    return -(-length // size) - (-source // size)
+
+
+def prompt_tokens(command: Generate, run: Run) -> list[int]:
+    """Return the tokens of the prompt and its images."""
+    prompt = _prompt(command, run)
+    is_text = isinstance(prompt, str)
+    tokens = encode_prompt(prompt, run.tokenizer, run.config) if is_text else prompt
+    tokens, _ = place_images(tokens, command.image, run.config, run.pixels)
+    check_prompt(tokens, run.config)
+    return tokens
+
+
+def _prompt(command: Generate, run: Run) -> str | list[int]:
+    """Return the prompt, which with --chat is what the chat template makes of it."""
+    if command.chat_file is None and not command.chat:
+        return str(command.prompt)
+
+    if command.chat_file is None:
+        messages, tools = user_says(str(command.prompt), command.system), None
+    else:
+        found = read_json(command.chat_file, limit=MAX_PROMPT_BYTES)
+        found = found if isinstance(found, dict) else {"messages": found}
+        messages, tools = checked_talk(found, str(command.chat_file))
+    with Asker(run) as asker:
+        return asker.of_talk(messages, tools)
+
+
+def questions_of(command: Generate, run: Run) -> list[Question]:
+    """Return the lines of `--prompts`; none without it."""
+    if command.prompts is None:
+        return []
+    return read_questions(command.prompts, run, chat=command.chat, system=command.system)
