@@ -11,6 +11,14 @@ import zarr
 from mt_ckpt import TensorShard, load_checkpoint, save_checkpoint
 from zarr.codecs import BytesCodec, Crc32cCodec
 
+BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}
+
+
+def bits(tensor):
+    """Return a tensor as it is stored: floats that Zarr lacks are integers."""
+    return tensor.view(BITS.get(tensor.dtype, tensor.dtype))
+
+
 READER = """
 import json, sys, warnings
 warnings.simplefilter("error")
@@ -34,7 +42,8 @@ def tensors():
         for prefix in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq")
         for layer in range(2)
     }
-    tensors["model/head.weight"] = torch.randn(5, 3, generator=generator).bfloat16()
+    tensors["model/head.weight"] = torch.full((5, 3), -1.1).bfloat16()
+    tensors["model/narrow"] = (-torch.arange(1.0, 16)).reshape(5, 3).to(torch.float8_e4m3fn)
     tensors["step"] = torch.tensor(12)
     tensors["double"] = torch.randn(3, dtype=torch.float64, generator=generator)
     tensors["empty"] = torch.zeros(0, 3)
@@ -60,7 +69,7 @@ def test_stock_zarr_finds_every_array_with_its_values(checkpoint, tensors):
         [sys.executable, "-c", READER, checkpoint], capture_output=True, text=True, check=True
     )
     found = json.loads(out.stdout)
-    stored = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in tensors.items()}
+    stored = {n: bits(t) for n, t in tensors.items()}
     assert found["step"] == 20
     assert found["one"] == [6, 4]
     assert found["arrays"] == {
@@ -72,7 +81,7 @@ def test_stock_zarr_finds_every_array_with_its_values(checkpoint, tensors):
 def test_arrays_are_those_that_zarr_python_would_write(checkpoint, tensors, tmp_path):
     for name, tensor in tensors.items():
         found = zarr.open_array(checkpoint / name, mode="r")
-        values = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        values = bits(tensor).numpy()
         oracle = zarr.create_array(
             tmp_path / "oracle" / name,
             shape=values.shape,

@@ -21,13 +21,15 @@ class ArraySpec:
 
     Attributes:
         shape: Global shape.
-        dtype: Name of the tensor's dtype (bfloat16 is stored as float32).
+        dtype: Name of the tensor's dtype; `stored_dtype` has the one on disk.
         chunks: Shape of a chunk; the last one of a dim may reach over the end, as in Zarr.
+        wide: Whether a bfloat16 is stored as a float32, as in format version 1.
     """
 
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[int, ...]
+    wide: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in dtype_names():
@@ -45,7 +47,7 @@ class ArraySpec:
     @property
     def stored(self) -> np.dtype:
         """Numpy dtype on disk."""
-        return stored_dtype(self.dtype)
+        return stored_dtype(self.dtype, wide=self.wide)
 
     @property
     def chunk_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Storage of torch dtypes: unchanged, except that bfloat16 becomes float32, bit by bit."""
+"""Storage of torch dtypes: unchanged, or as unsigned integers of the bits where Zarr lacks them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ _STORED: dict[str, str] = {
     "float64": "<f8",
     "float32": "<f4",
     "float16": "<f2",
-    "bfloat16": "<f4",
+    "bfloat16": "<u2",
+    "float8_e4m3fn": "|u1",
+    "float8_e5m2": "|u1",
     "int64": "<i8",
     "int32": "<i4",
     "int16": "<i2",
@@ -17,6 +19,13 @@ _STORED: dict[str, str] = {
     "uint8": "|u1",
     "bool": "|b1",
 }
+# Floats of which only the bits are stored, and the torch dtype of these.
+_BITS = {
+    "bfloat16": torch.uint16,
+    "float8_e4m3fn": torch.uint8,
+    "float8_e5m2": torch.uint8,
+}
+_WIDE = np.dtype("<f4")
 
 
 def dtype_names() -> list[str]:
@@ -29,30 +38,28 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def stored_dtype(name: str) -> np.dtype:
-    """Return the little-endian numpy dtype that stores a tensor of dtype `name`."""
-    return np.dtype(_STORED[name])
+def stored_dtype(name: str, *, wide: bool = False) -> np.dtype:
+    """Return the little-endian numpy dtype that stores a tensor of dtype `name`.
+
+    Args:
+        name: Name of the tensor's dtype.
+        wide: Whether format version 1 stored it, where a bfloat16 became a float32.
+    """
+    return _WIDE if wide and name == "bfloat16" else np.dtype(_STORED[name])
 
 
 def to_stored(tensor: torch.Tensor) -> np.ndarray:
-    """Return the tensor's values on the CPU, in its stored dtype.
-
-    A bfloat16 is the upper half of a float32, so it is widened by a shift: every bit pattern,
-    NaN payloads included, comes back.
-    """
+    """Return the tensor's values on the CPU, in its stored dtype."""
+    name = dtype_name(tensor.dtype)
     tensor = tensor.detach().cpu().resolve_neg()
-    if tensor.dtype == torch.bfloat16:
-        bits = tensor.view(torch.int16).numpy().view(np.uint16).astype("<u4")
-        bits <<= 16
-        return bits.view("<f4")
-    array = tensor.numpy()
-    return array.astype(stored_dtype(dtype_name(tensor.dtype)), copy=False)
+    if name in _BITS:
+        tensor = tensor.view(_BITS[name])
+    return tensor.numpy().astype(stored_dtype(name), copy=False)
 
 
 def from_stored(array: np.ndarray, name: str) -> torch.Tensor:
-    """Return a CPU tensor of dtype `name`; the inverse of `to_stored`."""
-    if name == "bfloat16":
-        bits = array.view("<u4").astype("<u4")
-        bits >>= 16
-        return torch.from_numpy(bits.astype(np.uint16).view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), "W"))
+    """Return a CPU tensor of dtype `name`, with the bits of the array that stored it."""
+    if name == "bfloat16" and array.dtype == _WIDE:  # of version 1; the upper half has the bits
+        array = (array.view("<u4") >> 16).astype("<u2")
+    tensor = torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), "W"))
+    return tensor.view(getattr(torch, name)) if name in _BITS else tensor

@@ -33,7 +33,7 @@ from mt_ckpt.value import MAX_BYTES, check_metadata, too_large
 
 T = TypeVar("T")
 MANIFEST = "mt-manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _STEP = re.compile(r"step_(\d{8,18})")
 _HEAD_BYTES = 4096
 _NODE_BYTES = 8192  # of one node's document; ours have about 600
@@ -48,6 +48,15 @@ class FileRecord:
 
     size: int
     sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayRecord:
+    """The description of an array in a manifest; see `ArraySpec`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +147,7 @@ class Manifest:
             },
             "step": self.step,
             "metadata": self.metadata,
-            "arrays": to_plain(self.arrays),
+            "arrays": {name: _array_record(spec) for name, spec in self.arrays.items()},
             "files": {path: [item.size, item.sha256] for path, item in self.files.items()},
         }
         rest = json.dumps(body, indent=0, allow_nan=False).removeprefix("{\n").encode() + b"\n"
@@ -208,13 +217,13 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise _damaged(path, problem)
     body = _parse(path, _unseal(path, data))
     try:
-        _check_version(path, body)
+        found = _check_version(path, body)
         check_metadata(body.get("metadata"))
         return Manifest(
             step=_typed(body, "step", int),
             metadata=_typed(body, "metadata", dict),
             arrays={
-                name: build(ArraySpec, value, name)
+                name: _array_spec(build(ArrayRecord, value, name), found)
                 for name, value in _typed(body, "arrays", dict).items()
             },
             files={
@@ -281,7 +290,8 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         raise _damaged(path, f"is not valid JSON: {error}") from error
 
 
-def _check_version(path: Path, body: dict[str, Any]) -> None:
+def _check_version(path: Path, body: dict[str, Any]) -> int:
+    """Return the format version of a manifest."""
     if body.get("format") != "mt-ckpt":
         raise ValueError(f"format is {body.get('format')!r}, not 'mt-ckpt'")
     found = _typed(body, "format_version", int)
@@ -295,6 +305,17 @@ def _check_version(path: Path, body: dict[str, Any]) -> None:
             "Upgrade mt-ckpt",
             file=MANIFEST,
         )
+    return found
+
+
+def _array_record(spec: ArraySpec) -> dict[str, Any]:
+    return to_plain(ArrayRecord(shape=spec.shape, dtype=spec.dtype, chunks=spec.chunks))
+
+
+def _array_spec(record: ArrayRecord, version: int) -> ArraySpec:
+    return ArraySpec(
+        shape=record.shape, dtype=record.dtype, chunks=record.chunks, wide=version == 1
+    )
 
 
 def _typed(body: dict[str, Any], key: str, kind: type) -> Any:

@@ -18,14 +18,16 @@ def zarr_documents(arrays: Mapping[str, ArraySpec], *, step: int) -> dict[str, b
     millisecond. The root document contains the consolidated metadata (zarr-python's convention), so
     one read opens a checkpoint.
     """
-    templates = {dtype: _array_document(dtype) for dtype in {a.dtype for a in arrays.values()}}
     nodes: dict[str, dict[str, Any]] = {
         name: {"zarr_format": 3, "node_type": "group", "attributes": {}}
         for name in group_names(list(arrays))
     }
     for name, spec in arrays.items():
         grid = {"name": "regular", "configuration": {"chunk_shape": list(spec.chunks)}}
-        nodes[name] = templates[spec.dtype] | {"shape": list(spec.shape), "chunk_grid": grid}
+        nodes[name] = _array_document(spec.dtype, wide=spec.wide) | {
+            "shape": list(spec.shape),
+            "chunk_grid": grid,
+        }
     nodes = dict(sorted(nodes.items()))
     root = {
         "zarr_format": 3,
@@ -38,7 +40,7 @@ def zarr_documents(arrays: Mapping[str, ArraySpec], *, step: int) -> dict[str, b
 
 
 @functools.cache
-def _array_document(dtype: str) -> dict[str, Any]:
+def _array_document(dtype: str, *, wide: bool) -> dict[str, Any]:
     """Return zarr-python's document for an array of this dtype, with our codecs and chunk keys.
 
     Nobody changes the result, so it is made once in a process.
@@ -47,7 +49,7 @@ def _array_document(dtype: str) -> dict[str, Any]:
     from zarr.codecs import BytesCodec, Crc32cCodec
     from zarr.storage import MemoryStore
 
-    spec = ArraySpec(shape=(1,), dtype=dtype, chunks=(1,))
+    spec = ArraySpec(shape=(1,), dtype=dtype, chunks=(1,), wide=wide)
     files: dict[str, Any] = {}
     zarr.create_array(
         MemoryStore(files),

@@ -1,0 +1,50 @@
+"""Make a small checkpoint in the format version of this mt-ckpt, for the readers to come.
+
+    uv run python packages/mt-ckpt/tests/golden/make_version.py
+
+Run it once for each released format version, by the code of that release, and commit the folder.
+"""
+
+from pathlib import Path
+
+import torch
+from mt_ckpt import TensorShard, save_checkpoint
+from mt_ckpt.manifest import FORMAT_VERSION
+
+HERE = Path(__file__).parent
+METADATA = {"layout": {"tp": 2}, "nested": [1, 2.5, None, True, "text"]}
+
+
+def golden_arrays() -> dict[str, torch.Tensor]:
+    """Return an array of each kind that format version 1 stores, made without random numbers."""
+    values = torch.arange(24, dtype=torch.float64).reshape(6, 4) / 8 - 1
+    arrays = {
+        f"kinds/{str(dtype).removeprefix('torch.')}": values.to(dtype)
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    }
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
+        arrays[f"kinds/{str(dtype).removeprefix('torch.')}"] = (values * 8 % 7).to(dtype)
+    # Every bit pattern of a sign, an infinity and a NaN with a payload.
+    patterns = torch.tensor([0, -32768, 32640, -128, 32703, 1], dtype=torch.int16)
+    return arrays | {
+        "model/layers.0.w": torch.arange(30, dtype=torch.float32).reshape(5, 6),
+        "model/bits": patterns.view(torch.bfloat16),
+        "step": torch.tensor(20),
+        "empty": torch.zeros(0, 3),
+    }
+
+
+def golden_shards() -> list[TensorShard]:
+    """Return the boxes of the arrays; matrices are in two of uneven sizes."""
+    shards = []
+    for name, tensor in golden_arrays().items():
+        if tensor.dim() < 2 or not len(tensor):
+            shards.append(TensorShard(name, tensor))
+            continue
+        for start, part in ((0, tensor[:4]), (4, tensor[4:])):
+            shards.append(TensorShard(name, part, global_shape=tensor.shape, offsets=(start, 0)))
+    return shards
+
+
+if __name__ == "__main__":
+    save_checkpoint(HERE / f"version_{FORMAT_VERSION}", 20, golden_shards(), METADATA)
