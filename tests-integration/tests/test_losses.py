@@ -131,8 +131,7 @@ def test_the_losses_of_one_process_are_weighed_and_all_reported(one_process):
     assert last["val_aux_loss"] == pytest.approx(0.5, rel=0.02)
 
 
-IN_CI = ("micro", "dp2", "interleaved", "zb-v", "dualpipe-v", "selective-tp2")
-IN_CI += ("full-tp2-sp", "tp2-cp2", "pp2-dp2-dualpipe")
+IN_CI = ("micro", "interleaved", "dualpipe-v", "tp2-cp2", "pp2-dp2-dualpipe")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,8 @@ def in_ci(name: str, hard: bool, number: int) -> bool:
 FOR_CAMPAIGN = (
     "pp4",
     "cp4-ring",
+    "cp4-ulysses",
+    "recompute",
     "tp2-cp2-pp2",
     "tp2-pp2-dp2",
     "tp2-sp",

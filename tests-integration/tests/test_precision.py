@@ -60,7 +60,6 @@ MIXTURES: dict[str, tuple[int, list[str], int]] = {
     "tp2-ep2-etp2": (4, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=2", KEEP, ONE], 2),
 }
 MIXTURES_IN_CI = {
-    ("rowwise", "tp2-ep2"),
     ("delayed", "ep2-pp2"),
     ("nvfp4", "ep2-optimizer"),
 }
@@ -71,7 +70,6 @@ RECIPES = ("tensorwise", "rowwise", "delayed", "mxfp8", "blockwise", "nvfp4")
 IN_CI = {
     ("tensorwise", "tp2-sp", "fp64"),
     ("rowwise", "cp2", "fp64"),
-    ("delayed", "tp2-sp-optimizer", "fp64"),
     ("delayed", "dualpipe", "fp64"),
     ("delayed", "tp2", "bf16"),
     ("mxfp8", "full", "fp64"),
@@ -198,7 +196,6 @@ def test_a_recipe_is_no_name_alone(tiny, reference, tmp_path, losses) -> None:
     rows(
         {
             ("delayed", "ep2", "killed"),
-            ("delayed", "zb-v", "stopped"),
             ("nvfp4", "full", "stopped"),
         },
         RECIPES,

@@ -62,10 +62,10 @@ def assert_equal_bits(run: Path, expected: Path, arrays, losses, step: int = 8) 
     assert losses(run) == losses(expected)
 
 
-# CI kills at every other point; the campaign at each, twice.
+# CI kills at some points; the campaign at each, twice.
 KILLS = [
     pytest.param(
-        *kill, marks=() if index < len(POINTS) and index % 2 == 0 else pytest.mark.campaign
+        *kill, marks=() if index < len(POINTS) and index % 4 == 0 else pytest.mark.campaign
     )
     for index, kill in enumerate(seeded_kills(20, seed=7))
 ]
@@ -81,9 +81,9 @@ def test_a_killed_rank_continues_to_the_same_bits(
     assert_equal_bits(tmp_path, undisturbed, arrays, losses)
 
 
-# CI kills each rank once while a thread writes.
+# CI kills a rank once while a thread writes.
 BACKGROUND_KILLS = [
-    pytest.param(*kill, marks=() if index < 2 else pytest.mark.campaign)
+    pytest.param(*kill, marks=() if index == 0 else pytest.mark.campaign)
     for index, kill in enumerate(
         [("save.data", 3, 1), ("save.manifest", 2, 0), *seeded_kills(20, seed=8)]
     )
