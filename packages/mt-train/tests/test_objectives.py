@@ -219,7 +219,7 @@ def tokenizer_of(*special: str) -> Tokenizer:
 def masked_rows(documents: IndexedDataset, tokenizer: Tokenizer, *options: str) -> MaskedDataset:
     loaded = load_config(BERT, list(options))
     path = documents.prefix
-    corpus = Corpus(tokenizer=None, train=(path,), weights=(), validation=None)
+    corpus = Corpus(tokenizer=None, train=(path,), weights=(), validation={})
     sources = sources_of(loaded.config, corpus, tokenizer, loaded.model(tokenizer.vocab_size))
     return loaded.config.data.dataset(path, sources)
 

@@ -18,6 +18,7 @@ from mt_data.datasets.gpt import GPTDataset as GPTDataset
 from mt_data.datasets.gpt import text_fields as text_fields
 from mt_data.datasets.permutation import Permutation as Permutation
 from mt_data.datasets.row_dataset import InOrder as InOrder
+from mt_data.datasets.row_dataset import JoinedRows as JoinedRows
 from mt_data.datasets.row_dataset import RowDataset as RowDataset
 from mt_data.datasets.windows import SequentialWindows as SequentialWindows
 from mt_data.datasets.windows import TokenRanges as TokenRanges

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mt_data.datasets.batch import Packing
 from mt_data.datasets.blend import BlendOrder, ChosenSamples, Order, SplitOrder, order_of
 from mt_data.datasets.gpt import GPTDataset
-from mt_data.datasets.row_dataset import RowDataset
+from mt_data.datasets.row_dataset import RowDataset, check_equal_rows
 from mt_data.error import DataError
 
 Dataset: TypeAlias = GPTDataset | RowDataset
@@ -192,13 +192,7 @@ class MixedRows(MixedSamples):
     ) -> None:
         super().__init__(datasets, mixture, num_samples=num_samples, later=later)
         self._rows = cast("Sequence[RowDataset]", datasets)
-        first = self._rows[0]
-        for number, other in enumerate(self._rows):
-            if (other.fields, other.sizes) != (first.fields, first.sizes):
-                raise DataError(
-                    f"rows of data set {number} have other fields or sizes than those of data set "
-                    f"0: {other.sizes} and {first.sizes}; mix data sets that make equal rows"
-                )
+        check_equal_rows(self._rows)
 
     @property
     def sequence_length(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -11,6 +13,7 @@ from mt_files import RowField
 from numpy.typing import NDArray
 
 from mt_data.datasets.batch import MicroBatch, Packing, Rows, RowSource, Samples, empty_array
+from mt_data.datasets.identity import digest_of
 from mt_data.error import DataError
 
 
@@ -128,3 +131,63 @@ class RowDataset(InOrder):
     def empty(self) -> dict[str, NDArray]:
         """Return a row with nothing in it, and without labels."""
         return {each.name: empty_array(each, self.sizes) for each in self.fields}
+
+
+def check_equal_rows(datasets: Sequence[RowDataset]) -> None:
+    """Refuse data sets that do not go into one batch.
+
+    Raises:
+        DataError: Rows of the data sets differ in their fields or sizes.
+    """
+    first = datasets[0]
+    for number, other in enumerate(datasets):
+        if (other.fields, other.sizes) != (first.fields, first.sizes):
+            raise DataError(
+                f"rows of data set {number} have other fields or sizes than those of data set "
+                f"0: {other.sizes} and {first.sizes}; mix data sets that make equal rows"
+            )
+
+
+class JoinedRows(RowDataset):
+    """The first epochs of several data sets one after the other, for evaluation.
+
+    Args:
+        datasets: At least one data set.
+
+    Raises:
+        DataError: Rows of the data sets differ in their fields or sizes.
+    """
+
+    def __init__(self, datasets: Sequence[RowDataset]) -> None:
+        check_equal_rows(datasets)
+        self._datasets = tuple(datasets)
+        self._ends = list(accumulate(map(len, datasets)))
+        self.sequence_length, self.packing = datasets[0].sequence_length, datasets[0].packing
+
+    @property
+    def fields(self) -> tuple[RowField, ...]:
+        """The arrays of a row."""
+        return self._datasets[0].fields
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of each dim that `fields` name."""
+        return self._datasets[0].sizes
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the data sets."""
+        return digest_of([each.fingerprint for each in self._datasets])
+
+    def empty(self) -> dict[str, NDArray]:
+        """Return a row without labels."""
+        return self._datasets[0].empty()
+
+    def row(self, index: int) -> Mapping[str, NDArray]:
+        """Return the arrays of a row; past the end, rows repeat."""
+        number = index % len(self)
+        which = bisect_right(self._ends, number)
+        return self._datasets[which].row(number - (self._ends[which - 1] if which else 0))

@@ -285,8 +285,15 @@ class _Paths:
                 for i, prefix in enumerate(data.train)
             )
         }
-        if data.validation is not None:
+        if isinstance(data.validation, str):
             changes["validation"] = self._resolve("data.validation", data.validation, data.endings)
+        elif data.validation is not None:
+            changes["validation"] = {
+                name: tuple(
+                    self._resolve(f"data.validation.{name}", path, data.endings) for path in paths
+                )
+                for name, paths in data.validation_sets.items()
+            }
         if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
             changes["corpus"] = self._resolve("data.corpus", data.corpus)
             self._check_glob(Path(changes["corpus"]), data.glob)

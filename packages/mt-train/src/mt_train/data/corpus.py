@@ -9,7 +9,9 @@ import hashlib
 import json
 import secrets
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,18 +58,18 @@ class Corpus:
         tokenizer: Path of the tokenizer.json the tokens were made with, if it is known.
         train: Prefixes of `.bin/.idx` files.
         weights: Blend weights, empty when prefixes count by their size.
-        validation: Prefix of the held-out tokens, if any.
+        validation: Prefixes of each set of held-out tokens, by its name; a single set has none.
     """
 
     tokenizer: Path | None
     train: tuple[Path, ...]
     weights: tuple[float, ...]
-    validation: Path | None
+    validation: Mapping[str, tuple[Path, ...]]
 
     @property
     def prefixes(self) -> list[Path]:
         """All prefixes."""
-        return [*self.train, *([] if self.validation is None else [self.validation])]
+        return [*self.train, *chain.from_iterable(self.validation.values())]
 
 
 def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = None) -> Corpus:
@@ -90,7 +92,7 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
             tokenizer=None if data.tokenizer is None else Path(data.tokenizer),
             train=tuple(Path(prefix) for prefix in data.train),
             weights=data.weights,
-            validation=None if data.validation is None else Path(data.validation),
+            validation={n: tuple(map(Path, each)) for n, each in data.validation_sets.items()},
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
     others = (*data.own_keys(), *_OF_TRAIN)  # of the rows, not of the tokens
@@ -111,7 +113,7 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
         tokenizer=folder / "tokenizer.json",
         train=(folder / "train",),
         weights=(),
-        validation=folder / "validation",
+        validation={"": (folder / "validation",)},
     )
 
 
@@ -235,7 +237,6 @@ def sources_of(
     return Sources(
         train=corpus.train,
         weights=corpus.weights,
-        validation=corpus.validation,
         tokenizer=tokenizer,
         model=model,
         sequence_length=training.sequence_length,

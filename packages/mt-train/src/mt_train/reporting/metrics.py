@@ -103,7 +103,8 @@ def parse_record(line: bytes) -> Record | None:
     step = record.get("step")
     if type(step) is not int or not 0 <= step < _MAX_STEP:
         return None
-    values = [v for name, v in record.items() if name in _NUMBERS or name.endswith("_loss")]
+    kinds = ((name.partition("/")[0], value) for name, value in record.items())
+    values = [value for kind, value in kinds if kind in _NUMBERS or kind.endswith("_loss")]
     return record if all(type(v) in (int, float, type(None)) for v in values) else None
 
 
@@ -113,6 +114,18 @@ def other_losses(record: Record, prefix: str = "") -> Iterator[tuple[str, float]
         inner = name.removeprefix(prefix)
         if name.startswith(prefix) and inner.endswith("_loss"):
             yield inner.replace("_", " "), value
+
+
+def sets_of(record: Record) -> list[str]:
+    """Return the names of the held-out sets of an evaluation."""
+    found = (name.partition("/") for name in record)
+    return [own for kind, slash, own in found if slash and kind == "val_loss"]
+
+
+def of_set(record: Record, name: str) -> Record:
+    """Return the numbers of one held-out set of an evaluation, as if it were the only one."""
+    end = f"/{name}"
+    return {key.removesuffix(end): value for key, value in record.items() if key.endswith(end)}
 
 
 def _lines(path: Path) -> Iterator[bytes]:

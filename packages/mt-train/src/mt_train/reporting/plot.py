@@ -6,7 +6,9 @@ from pathlib import Path
 
 from mt_files import writing
 
-from mt_train.reporting.metrics import read_metrics
+from mt_train.reporting.metrics import read_metrics, sets_of
+
+_MOST_SETS = 12
 
 
 def draw_loss(metrics: Path, picture: Path) -> None:
@@ -31,6 +33,12 @@ def draw_loss(metrics: Path, picture: Path) -> None:
         axes.plot(*zip(*_smooth(training), strict=True), color="C0", label="training, smoothed")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o-", color="C1", label="held out")
+    sets = dict.fromkeys(name for record in records for name in sets_of(record))
+    for name in list(sets)[:_MOST_SETS]:
+        evaluated = ((each["step"], each.get(f"val_loss/{name}")) for each in records)
+        points = [(step, loss) for step, loss in evaluated if loss is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), ".--", linewidth=0.8, label=name)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(visible=True, alpha=0.3)

@@ -11,7 +11,7 @@ from mt_parallel_state import StopSignals
 
 from mt_train.reporting.board import Board
 from mt_train.reporting.console import Console, printable
-from mt_train.reporting.metrics import MetricsFile, Record, other_losses
+from mt_train.reporting.metrics import MetricsFile, Record, of_set, other_losses, sets_of
 
 
 class Reporter:
@@ -43,11 +43,10 @@ class Reporter:
     def evaluation(self, record: Record) -> None:
         """Tell of an evaluation."""
         self._keep(record)
-        others = "".join(f"{n} {value:.4g}, " for n, value in other_losses(record, "val_"))
-        bits = record.get("bits_per_byte")
-        others += "" if bits is None else f"{bits:.4f} bits per byte, "
-        loss = f"loss {record['val_loss']:.4f}, {others}".removesuffix(", ")
-        self.say(f"held out at step {record['step']}: {loss}")
+        sets, step = sets_of(record), record["step"]
+        self.say(f"held out at step {step}: {_losses(record)}" + (", of all" if sets else ""))
+        for name in sets:
+            self.say(f"  {name}: {_losses(of_set(record, name))}")
 
     def say(self, text: str) -> None:
         """Tell a sentence."""
@@ -86,6 +85,14 @@ class Reporter:
             self._console = _Stderr()
             return False
         return True
+
+
+def _losses(record: Record) -> str:
+    """Write the losses of an evaluation."""
+    others = [f"{name} {value:.4g}" for name, value in other_losses(record, "val_")]
+    bits = record.get("bits_per_byte")
+    others += [] if bits is None else [f"{bits:.4f} bits per byte"]
+    return ", ".join([f"loss {record['val_loss']:.4f}", *others])
 
 
 class _Stderr(Console):

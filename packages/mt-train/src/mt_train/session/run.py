@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,7 +153,7 @@ class _Session:
         self.trainer = Trainer(
             config, model, state, sampler=sampler, stop=stop, on_event=on_event, folder=out
         )
-        self.held_out = self._open_held_out(sources)
+        self.held_out = self._open_held_out(sources, basis.corpus.validation or {"": ()})
         self.saved = SavedRun(
             step=start.step,
             elapsed=start.elapsed,
@@ -183,12 +183,18 @@ class _Session:
         self._background: BackgroundSaver | None = None
         self._said: Path | None = None  # the last save in the background that was reported
 
-    def _open_held_out(self, sources: Sources) -> HeldOut | None:
-        found, evaluation = self.config.data.held_out(sources), self.config.evaluation
-        if found is None:
-            return None
+    def _open_held_out(
+        self, sources: Sources, sets: Mapping[str, tuple[Path, ...]]
+    ) -> dict[str, HeldOut]:
+        evaluation, opened = self.config.evaluation, {}
         size = evaluation.micro_batch_size or self.config.training.micro_batch_size
-        return HeldOut(data=found, micro_batch_size=size, max_windows=evaluation.max_windows)
+        for name, paths in sets.items():
+            found = self.config.data.held_out(replace(sources, validation=paths))
+            if found is not None:
+                opened[name] = HeldOut(
+                    data=found, micro_batch_size=size, max_windows=evaluation.max_windows
+                )
+        return opened
 
     def go(self, stack: ExitStack) -> Outcome:
         """Train to the end; rank 0 also reports."""
@@ -214,16 +220,16 @@ class _Session:
             self._say_saved(reporter)
             number = trainer.progress.step
             between = _is_due(self.config.evaluation.every, number) and not trainer.finished
-            if between and not stopped and self.held_out is not None:
-                stopped = self._evaluate(self.held_out, reporter) is None
+            if between and not stopped and self.held_out:
+                stopped = self._evaluate(reporter) is None
             if step.save or _is_due(self.config.checkpoint.every_steps, number):
                 self._save(reporter)
                 saved_step = number
         if saved_step != trainer.progress.step:
             self._save(reporter)
         self._finish_save(reporter)
-        if not stopped and self.held_out is not None:
-            evaluation = self._evaluate(self.held_out, reporter)
+        if not stopped and self.held_out:
+            evaluation = self._evaluate(reporter)
             stopped = evaluation is None
         if self.state.rank == 0:
             self._draw(reporter)
@@ -320,7 +326,7 @@ class _Session:
         """Tell whether a finished run still has something to do; every rank calls it."""
         missing = False
         if self.state.rank == 0:
-            missing = self.held_out is not None and self._recorded_evaluation() is None
+            missing = bool(self.held_out) and self._recorded_evaluation() is None
         return summed(self.state, missing)[0] > 0
 
     def _already_finished(self) -> Outcome:
@@ -384,8 +390,8 @@ class _Session:
         if self.trainer.finished:
             reporter.say(f"finished at step {self.trainer.progress.step}; evaluating")
 
-    def _evaluate(self, held_out: HeldOut, reporter: Reporter) -> Record | None:
-        record = evaluate(self.trainer, held_out)
+    def _evaluate(self, reporter: Reporter) -> Record | None:
+        record = evaluate(self.trainer, self.held_out)
         if record is not None:
             reporter.evaluation(record)
         return record

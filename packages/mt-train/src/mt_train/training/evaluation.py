@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -36,17 +37,61 @@ class HeldOut:
     max_windows: int | None
 
 
-def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
+def evaluate(trainer: Trainer, sets: Mapping[str, HeldOut]) -> Record | None:
     """Evaluate on all data-parallel ranks together.
 
     Bits per byte is the total negative log-likelihood in bits over the bytes of the text, so it
     does not depend on the tokenizer; with `max_windows` the bytes are counted in proportion. There
     is none where only some of the text is written, as of spans.
 
+    Args:
+        trainer: Its model is evaluated.
+        sets: Held-out sets by name; a single one needs no name.
+
     Returns:
         `step`, `val_loss` (nats per token), `bits_per_byte` and for each further loss of the model
-        `val_<name>_loss`, equal on all ranks; None when a rank was asked to stop before the end.
+        `val_<name>_loss`, of all sets together, and of each set with a name the same as
+        `val_loss/<set>`. They are equal on all ranks. None when a rank was asked to stop before the
+        end.
     """
+    names, record, parts = _names(trainer), {}, []
+    for name, held_out in sets.items():
+        sums = _sums(trainer, held_out)
+        if sums is None:
+            return None
+        found = dict(zip(names, summed(trainer.state, *sums), strict=True))
+        parts.append((found, _num_bytes(found, held_out.data)))
+        if name:
+            own = _means(trainer, *parts[-1])
+            record |= {f"{key}/{name}": value for key, value in own.items()}
+    total = {name: sum(found[name] for found, _ in parts) for name in names}
+    counts = [count for _, count in parts]
+    num_bytes = None if None in counts else sum(filter(None, counts))
+    return {"step": trainer.progress.step, **_means(trainer, total, num_bytes), **record}
+
+
+def _names(trainer: Trainer) -> list[str]:
+    """Name the sums of an evaluation: losses, then counts."""
+    return [*trainer.objective.weights, *trainer.objective.counts]
+
+
+def _num_bytes(found: Mapping[str, float], text: HeldOutRows) -> float | None:
+    """Return the bytes of the text whose tokens were evaluated, if they are known."""
+    return None if text.num_bytes is None else text.num_bytes * found["tokens"] / text.num_labels
+
+
+def _means(trainer: Trainer, found: Mapping[str, float], num_bytes: float | None) -> Record:
+    """Divide sums by their counts."""
+    objective = trainer.objective
+    divisors = {name: max(found[name], 1) for name in objective.counts}
+    record = objective.record((found[name] for name in objective.weights), divisors, "val_")
+    if num_bytes is not None:
+        record["bits_per_byte"] = found["lm"] / math.log(2) / max(num_bytes, 1)
+    return record
+
+
+def _sums(trainer: Trainer, held_out: HeldOut) -> list[float] | None:
+    """Return this rank's part of the losses and counts of a set; None when a rank is to stop."""
     state, all_rows = trainer.state, held_out.data.rows
     count = min(len(all_rows), held_out.max_windows or len(all_rows))
     batches = all_rows.batches(
@@ -56,8 +101,7 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
         limit=held_out.max_windows,
         rows=trainer.sampler.rows,
     )
-    objective = trainer.objective
-    names = [*objective.weights, *objective.counts]
+    names = _names(trainer)
     sums = [0.0] * len(names)
     trainer.train(training=False)
     try:
@@ -65,7 +109,7 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
             trainer.on_event("evaluate.chunk")
             if trainer.stop_requested():
                 return None
-            if len(objective.weights) > 1:
+            if len(trainer.objective.weights) > 1:
                 chunk = [_without_filling(batch) for batch in chunk]
             on_device = to_device(on_host(chunk, state.device), state.device)
             outputs = trainer.executor.evaluate(on_device)
@@ -78,15 +122,7 @@ def evaluate(trainer: Trainer, held_out: HeldOut) -> Record | None:
                 sums = [a + b for a, b in zip(sums, added, strict=True)]
     finally:
         trainer.train(training=True)
-    found = dict(zip(names, summed(state, *sums), strict=True))
-    divisors = {name: max(found[name], 1) for name in objective.counts}
-    losses = objective.record((found[name] for name in objective.weights), divisors, "val_")
-    record = {"step": trainer.progress.step, **losses}
-    of_text = held_out.data
-    if of_text.num_bytes is not None:
-        num_bytes = of_text.num_bytes * found["tokens"] / of_text.num_labels
-        record["bits_per_byte"] = found["lm"] / math.log(2) / max(num_bytes, 1)
-    return record
+    return sums
 
 
 def _rows(batch: MicroBatch) -> NDArray[np.bool_]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from mt_files import Checks, RowField
+from mt_files import Checks, RowField, shorten
 
 from mt_train.config.kinds.phases import PhaseSection, phase_problems, share_problems
 from mt_train.config.limits import path_field
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # checking a file takes no torch, and no numpy for rows
 
 MAX_TOKENIZER = 10**7
 TOKEN_FILES = (".bin", ".idx")
+_SET_NAME = re.compile(r"[\w.-]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,7 @@ class Sources:
     Attributes:
         train: Paths of `data.train`, or of the tokens of `data.corpus`.
         weights: Share of each path; empty where none are given.
-        validation: Path of held-out data, if any.
+        validation: Paths of one set of held-out data; none without one.
         tokenizer: Tokenizer of the run; None for token files without one.
         model: The model.
         sequence_length: `training.sequence_length`.
@@ -42,7 +44,7 @@ class Sources:
 
     train: tuple[Path, ...]
     weights: tuple[float, ...] = ()
-    validation: Path | None = None
+    validation: tuple[Path, ...] = ()
     tokenizer: Tokenizer | None
     model: ModelConfig
     sequence_length: int
@@ -91,7 +93,8 @@ class DataSection:
         phases: Other shares from some sample on, in their order: `{from: N, weights: [...]}` after
             N samples of the run, or `{from_tokens: N, weights: [...]}`. A weight of 0 leaves a
             source out; one that stays, or comes back, goes on where it was.
-        validation: Prefix of prepared held-out tokens.
+        validation: Prefix of prepared held-out tokens; or several sets by name, such as `{web:
+            PREFIX, code: [PREFIX, PREFIX]}`: each is evaluated by itself, and all of them together.
         tokenizer: File of the tokenizer for `train` or `corpus`: a tokenizer.json or a
             sentencepiece model. Without one, `train` needs `model.vocab_size`, and the run has no
             bits per byte and generates no text.
@@ -119,7 +122,7 @@ class DataSection:
     train: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     phases: tuple[PhaseSection, ...] = ()
-    validation: str | None = None
+    validation: str | Mapping[str, str | tuple[str, ...]] | None = None
     tokenizer: str | None = path_field("")
     eod: str | None = None
 
@@ -138,6 +141,17 @@ class DataSection:
     def _check_sources(self, checks: Checks) -> None:
         if (self.corpus is None) == (not self.train):
             checks.add("corpus", "set exactly one of data.corpus and data.train")
+        if self.validation is not None and self.corpus is not None:
+            text = (
+                "is for data.train; of data.corpus a share is held out (data.validation_fraction)"
+            )
+            checks.add("validation", f"{text}. Leave it out")
+        for name in self.validation if isinstance(self.validation, Mapping) else ():
+            if not _SET_NAME.fullmatch(name):
+                text = f"{shorten(name)} is no name of a set; use letters, digits, '.', '_' and '-'"
+                checks.add("validation", text)
+            elif not self.validation_sets[name]:
+                checks.add("validation", f"{name} has no paths; name a prefix, or leave it out")
         for text in share_problems(self.weights, self.train, may_rest=bool(self.phases)):
             checks.add("weights", text)
         for key, text in phase_problems(self.phases, self.train, self.weights):
@@ -159,6 +173,14 @@ class DataSection:
     def lengths(self, sequence_length: int) -> Mapping[str, int]:
         """Return the lengths of sequences that ranks share, each by the key that decides it."""
         return {"training.sequence_length": sequence_length}
+
+    @property
+    def validation_sets(self) -> dict[str, tuple[str, ...]]:
+        """Sets of held-out data by name: paths of each. A single one has no name."""
+        given = self.validation
+        if given is None or isinstance(given, str):
+            return {} if given is None else {"": (given,)}
+        return {n: (paths,) if isinstance(paths, str) else paths for n, paths in given.items()}
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -206,10 +228,14 @@ class DataSection:
         return [self.dataset(path, sources) for path in sources.train]
 
     def held_out(self, sources: Sources) -> HeldOutRows | None:
-        """Open the held-out rows; None if there are none."""
-        if sources.validation is None:
+        """Open the rows of one set of held-out data; None if there are none."""
+        if not sources.validation:
             return None
-        return HeldOutRows(rows=self.dataset(sources.validation, sources))
+        from mt_data import JoinedRows
+
+        found = self.datasets(replace(sources, train=sources.validation, weights=()))
+        rows = cast("list[RowDataset]", found)
+        return HeldOutRows(rows=rows[0] if len(rows) == 1 else JoinedRows(rows))
 
     def shares(self, sequence_length: int) -> list[tuple[int, tuple[float, ...]]]:
         """Return the shares of the sources, each with the samples before they hold; (0, ...) first.

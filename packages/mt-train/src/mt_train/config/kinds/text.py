@@ -106,11 +106,12 @@ class TextData(DataSection):
 
     def held_out(self, sources: Sources) -> HeldOutRows | None:
         """Return windows over the held-out tokens: every token is a label once."""
-        from mt_data import SequentialWindows, count_text_bytes
+        from mt_data import IndexedDataset, SequentialWindows, count_text_bytes
 
         stream, tokenizer = self.held_out_tokens(sources), sources.tokenizer
         if stream is None:
             return None
+        whole = [IndexedDataset(prefix) for prefix in sources.validation]  # they know their bytes
         windows = SequentialWindows(
             stream,
             sources.sequence_length,
@@ -119,7 +120,9 @@ class TextData(DataSection):
         )
         return HeldOutRows(
             rows=windows,
-            num_bytes=None if tokenizer is None else count_text_bytes(stream, tokenizer),
+            num_bytes=None
+            if tokenizer is None
+            else sum(count_text_bytes(each, tokenizer) for each in whole or [stream]),
             num_labels=windows.num_labels,
         )
 
@@ -127,8 +130,10 @@ class TextData(DataSection):
         """Open the held-out tokens, from `validation` or from the second part of `split`."""
         from mt_data import IndexedDataset, TokenRanges, split_ranges
 
-        if sources.validation is not None:
-            return IndexedDataset(sources.validation)
+        if sources.validation:
+            named = [IndexedDataset(prefix) for prefix in sources.validation]
+            whole = [(each, range(len(each))) for each in named]
+            return named[0] if len(named) == 1 else TokenRanges(whole)
         if self.split is None:
             return None
         indexed = [IndexedDataset(prefix) for prefix in sources.train]
