@@ -118,7 +118,7 @@ class _Exchange:
         """Send a part of the answer; a client that takes none of it is left."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            if not self._is_whole:  # the rest of the body is not read
+            if not self._is_whole and self._has_body():  # the rest of it is not read
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
         try:
             async with asyncio.timeout(self._limits.send_s):
@@ -143,6 +143,10 @@ class _Exchange:
             "client": client,
         }
         _log.info("request", extra=how)
+
+    def _has_body(self) -> bool:
+        headers = dict(self._scope["headers"])
+        return headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
 
     def _too_large(self) -> RefusedError:
         most = self._limits.max_body_bytes
