@@ -64,7 +64,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, module_run: Callable[..., P
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Process]:
     keys = f"--api-key-file={folder / 'keys'}", f"--admin-key-file={folder / 'admins'}"
-    options = "--follow", "--max-batch=256", "--max-queue=1024", *keys
+    slow = "--drain-seconds=600"  # streams end, however slow the machine is
+    options = "--follow", "--max-batch=256", "--max-queue=1024", slow, *keys
     with Process(folder / "run", *options, key=KEY, admin=ADMIN) as made:
         yield made
 
@@ -293,16 +294,18 @@ def test_follow_serves_each_saved_step_without_an_error(server: Process, folder:
 
 
 def test_a_killed_engine_is_seen_and_started_again(server: Process) -> None:
-    kill(server, 3)
+    for _ in range(3):
+        kill(server)
     assert "the engine has ended, and is started again" in events(server)
 
 
 @pytest.mark.campaign
-def test_50_kills_are_seen(folder: Path) -> None:
+def test_50_kills_are_seen(folder: Path, record_property: Callable[[str, object], None]) -> None:
+    seconds: list[float] = []
     for _ in range(10):  # with each kill of a server the next start waits longer
         keys = f"--api-key-file={folder / 'keys'}"
         with Process(folder / "run", "--max-batch=256", keys, key=KEY) as server:
-            kill(server, 5)
+            seconds += [kill(server) for _ in range(5)]
             ended = server.engines
             server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(60) == 0
@@ -310,35 +313,46 @@ def test_50_kills_are_seen(folder: Path) -> None:
             os.kill(ended[0], 0)
         with pytest.raises(ConnectionRefusedError):
             server.site.get("/health")
+    record_property("kills", len(seconds))
+    record_property("slowest ms until /ready is red", round(1e3 * max(seconds)))
+    assert max(seconds) < 1
 
 
-def kill(server: Process, number: int) -> None:
-    """Kill the engine under load, some times."""
-    long = ASK | {"max_tokens": 4000}
-    for _ in range(number):
-        engine = server.engines[0]
-        with ThreadPoolExecutor(4) as pool:
-            held = [pool.submit(server.complete, long) for _ in range(4)]
-            wait_for(lambda: server.metric("num_requests_running") > 0)
-            os.kill(engine, signal.SIGKILL)
-            killed = time.monotonic()
-            wait_for(lambda: server.site.get("/ready").status == 503)
-            assert time.monotonic() - killed < 1
-        assert {each.result().status for each in held} <= {200, 503}
-        assert server.complete(ASK).status == 503
-        wait_for(lambda: server.site.get("/ready").status == 200, 120)
-        assert server.complete(ASK).status == 200
-        assert server.engines[0] != engine
+def kill(server: Process) -> float:
+    """Kill the engine under load.
+
+    Returns:
+        Seconds until the server is not ready, less those in which it waited for a core.
+    """
+    long, engine = ASK | {"max_tokens": 4000}, server.engines[0]
+    with ThreadPoolExecutor(4) as pool:
+        held = [pool.submit(server.complete, long) for _ in range(4)]
+        wait_for(lambda: server.metric("num_requests_running") > 0)
+        waited, killed = waited_for_a_core(server), time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        wait_for(lambda: server.site.get("/ready").status == 503)
+        seconds = time.monotonic() - killed - (waited_for_a_core(server) - waited)
+    assert {each.result().status for each in held} <= {200, 503}
+    assert server.complete(ASK).status == 503
+    wait_for(lambda: server.site.get("/ready").status == 200, 120)
+    assert server.complete(ASK).status == 200
+    assert server.engines[0] != engine
+    return seconds
+
+
+def waited_for_a_core(server: Process) -> float:
+    """Seconds in which the server's main thread could run and had no core."""
+    return int(Path(f"/proc/{server.process.pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def test_sigterm_lets_accepted_requests_end(server: Process) -> None:
-    long = ASK | {"max_tokens": 2000}
+    long = ASK | {"max_tokens": 1000}
     with ThreadPoolExecutor(4) as pool:
         held = [pool.submit(server.complete, long) for _ in range(4)]
         wait_for(lambda: server.metric("num_requests_running") > 0)
         engine = server.engines[0]
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(600) == 0
     assert {each.result().status for each in held} == {200}
     assert len({each.result().body["choices"][0]["text"] for each in held}) == 1
     with pytest.raises(ConnectionRefusedError):
