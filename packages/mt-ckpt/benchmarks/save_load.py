@@ -1,24 +1,26 @@
-"""Saving and loading on one rank, against torch.save and against zarr-python's own writer.
+"""Saving and loading on one rank, against torch.save, safetensors and DCP.
 
-    python packages/mt-ckpt/benchmarks/save_load.py
+    python packages/mt-ckpt/benchmarks/save_load.py --json
 
-Prints times of this run and their ratios. All three end with the data synced to disk.
+Prints medians and ranges of paired rounds: in each round every way saves and loads the same
+tensors once. All ways end with the data synced to disk. `--megabytes 64 --arrays 1000` is quick.
 """
 
+import argparse
+import json
 import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import safetensors.torch
 import torch
-import zarr
-from mt_ckpt import TensorShard, load_checkpoint, save_checkpoint
-from zarr.codecs import Crc32cCodec
+import torch.distributed.checkpoint as dcp
+from mt_ckpt import TensorShard, inspect_checkpoint, load_checkpoint, save_checkpoint
 
-ROUNDS = 5
-CASES = {"200 arrays of 64x64": (200, (64, 64)), "8 arrays of 4096x2048": (8, (4096, 2048))}
 Tensors = dict[str, torch.Tensor]
 
 
@@ -37,6 +39,10 @@ def load_ours(root: Path, tensors: Tensors) -> None:
     load_checkpoint(root / "step_00000001", [TensorShard(n, t) for n, t in tensors.items()])
 
 
+def open_ours(root: Path, _: Tensors) -> None:
+    inspect_checkpoint(root / "step_00000001")
+
+
 def save_torch(root: Path, tensors: Tensors) -> None:
     root.mkdir()
     torch.save(tensors, root / "t.pt")
@@ -48,19 +54,32 @@ def load_torch(root: Path, tensors: Tensors) -> None:
         tensors[name].copy_(tensor)
 
 
-def save_zarr(root: Path, tensors: Tensors) -> None:
-    group = zarr.create_group(root)
-    for name, tensor in tensors.items():
-        group.create_array(name, data=tensor.numpy(), compressors=[Crc32cCodec()])
+def save_safetensors(root: Path, tensors: Tensors) -> None:
+    root.mkdir()
+    safetensors.torch.save_file(tensors, root / "t.safetensors")
     sync(root)
 
 
-def load_zarr(root: Path, tensors: Tensors) -> None:
-    group = zarr.open_group(root, mode="r")
-    for name, tensor in tensors.items():
-        array = group[name]
-        assert isinstance(array, zarr.Array)
-        tensor.copy_(torch.from_numpy(array[...]))
+def load_safetensors(root: Path, tensors: Tensors) -> None:
+    for name, tensor in safetensors.torch.load_file(root / "t.safetensors").items():
+        tensors[name].copy_(tensor)
+
+
+def save_dcp(root: Path, tensors: Tensors) -> None:
+    dcp.save(tensors, checkpoint_id=root, no_dist=True)
+    sync(root)
+
+
+def load_dcp(root: Path, tensors: Tensors) -> None:
+    dcp.load(tensors, checkpoint_id=root, no_dist=True)
+
+
+WAYS = {
+    "mt-ckpt": (save_ours, load_ours),
+    "torch.save": (save_torch, load_torch),
+    "safetensors": (save_safetensors, load_safetensors),
+    "DCP": (save_dcp, load_dcp),
+}
 
 
 def seconds(call: Callable[[Path, Tensors], None], root: Path, tensors: Tensors) -> float:
@@ -69,31 +88,68 @@ def seconds(call: Callable[[Path, Tensors], None], root: Path, tensors: Tensors)
     return time.perf_counter() - start
 
 
+def large(megabytes: int) -> Tensors:
+    """Return bf16 weights and two fp32 moments, as a training run has."""
+    count = max(1, megabytes * 10**6 // (10 * 1024 * 1024))
+    tensors: Tensors = {}
+    for layer in range(count):
+        weight = torch.randn(1024, 1024)
+        tensors[f"model/layers.{layer}.w"] = weight.bfloat16()
+        tensors[f"optimizer/exp_avg/layers.{layer}.w"] = weight
+        tensors[f"optimizer/exp_avg_sq/layers.{layer}.w"] = weight.square()
+    return tensors
+
+
+def small(count: int) -> Tensors:
+    return {f"model/layers.{i // 10}.p{i % 10}": torch.randn(64) for i in range(count)}
+
+
+def measure(
+    tensors: Tensors, rounds: int, folder: Path | None
+) -> dict[str, dict[str, list[float]]]:
+    """Return seconds of each round, by way and action."""
+    times = {way: {"save": [], "load": []} for way in WAYS} | {"mt-ckpt": {}}
+    times["mt-ckpt"] = {"save": [], "load": [], "open": []}
+    filled = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    for _ in range(rounds):
+        for way, (save, load) in WAYS.items():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                root = Path(scratch) / "root"
+                times[way]["save"].append(seconds(save, root, tensors))
+                times[way]["load"].append(seconds(load, root, filled))
+                if way == "mt-ckpt":
+                    times[way]["open"].append(seconds(open_ours, root, filled))
+            assert all(torch.equal(filled[name], tensor) for name, tensor in tensors.items())
+    return times
+
+
 def main() -> None:
-    ways = {
-        "mt-ckpt": (save_ours, load_ours),
-        "torch.save": (save_torch, load_torch),
-        "zarr-python": (save_zarr, load_zarr),
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--arrays", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="where to write; by default as tempfile does")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    cases = {
+        f"{args.megabytes} MB": large(args.megabytes),
+        f"{args.arrays} arrays of 64": small(args.arrays),
     }
-    for case, (count, shape) in CASES.items():
-        tensors = {f"model/layers.{i}.w": torch.randn(shape) for i in range(count)}
-        empty = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-        times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        for _ in range(ROUNDS):
-            for way, (save, load) in ways.items():
-                with tempfile.TemporaryDirectory() as folder:
-                    root = Path(folder) / "root"
-                    saved = seconds(save, root, tensors)
-                    times[way].append((saved, seconds(load, root, empty)))
+    found = {case: measure(t, args.rounds, args.folder) for case, t in cases.items() if t}
+    if args.json:
+        print(json.dumps(found, indent=1))
+        return
+    for case, ways in found.items():
         print(case)
-        ours = [statistics.median(column) for column in zip(*times["mt-ckpt"], strict=True)]
-        for way, pairs in times.items():
-            medians = [statistics.median(column) for column in zip(*pairs, strict=True)]
-            ratios = [value / own for value, own in zip(medians, ours, strict=True)]
-            print(
-                f"  {way:12} save {medians[0]:.3f} s ({ratios[0]:.2f} x ours), "
-                f"load {medians[1]:.3f} s ({ratios[1]:.2f} x ours)"
-            )
+        for way, actions in ways.items():
+            for action, column in actions.items():
+                own = statistics.median(ways["mt-ckpt"][action])
+                middle = statistics.median(column)
+                print(
+                    f"  {way:12} {action} {middle:.3f} s ({min(column):.3f} to "
+                    f"{max(column):.3f}), {middle / own:.2f} x ours"
+                )
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from mt_ckpt import (
     save_checkpoint,
     verify_checkpoint,
 )
+from mt_ckpt.digest import digest_of
 from mt_ckpt.disk import Disk
 
 
@@ -230,7 +231,7 @@ def set_in(*keys_and_value):
     return change
 
 
-HASH = "0" * 64
+HASH = "xxh3-128:" + "0" * 32
 
 
 @pytest.mark.parametrize(
@@ -252,8 +253,9 @@ HASH = "0" * 64
         (set_in("files", "a/./b", [1, HASH]), "path 'a/./b' leads out"),
         (set_in("files", "a\\b", [1, HASH]), "leads out"),
         (set_in("files", "extra", [1, HASH]), "the arrays have 16 files, but 17 are recorded"),
-        (set_in("files", "step/c", [-1, HASH]), "the record of 'step/c' must be .size, sha256."),
-        (set_in("files", "step/c", [12, "XY"]), "the record of 'step/c' must be .size, sha256."),
+        (set_in("files", "step/c", [-1, HASH]), "the record of 'step/c' must be .size, digest."),
+        (set_in("files", "step/c", [12, "XY"]), "the record of 'step/c' must be .size, digest."),
+        (set_in("files", "step/c", [12, "md5:" + "0" * 32]), "must be .size, digest."),
         (set_in("files", "step/c", [13, HASH]), "step/c: a chunk has 12 bytes"),
         (set_in("files", []), "'files' must be a JSON dict"),
         (
@@ -396,7 +398,7 @@ def test_a_flipped_bit_in_latest_is_an_error(checkpoint):
 def reseal(checkpoint, name, content):
     """Replace a file, and its record in the manifest, which is sealed again."""
     (checkpoint / name).write_bytes(content)
-    record = [len(content), hashlib.sha256(content).hexdigest()]
+    record = [len(content), digest_of(content)]
     forge(checkpoint, set_in("files", name, record))
 
 

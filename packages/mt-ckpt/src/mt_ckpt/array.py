@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mt_ckpt.digest import CRC_BYTES
 from mt_ckpt.dtype import dtype_names, stored_dtype
 from mt_ckpt.grid import MAX_CHUNK_BYTES
-
-CRC_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,59 +1,66 @@
-"""The bytes of a chunk: little-endian values, then their crc32c."""
+"""The bytes of a chunk, in blocks: little-endian values, then their crc32c."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import cast
 
 import numpy as np
 
-from mt_ckpt.array import CRC_BYTES, chunk_file
+from mt_ckpt.array import chunk_file
+from mt_ckpt.digest import CRC_BYTES, Sums
 from mt_ckpt.dtype import dtype_name, stored_dtype, to_stored
-from mt_ckpt.grid import Box, chunk_indices, overlap
+from mt_ckpt.grid import Box, overlap
 from mt_ckpt.shard import TensorShard
 
+BLOCK_BYTES = 2**20
 
-class ChunkBuffer:
-    """Memory of one chunk, which the chunks of a rank take in turn.
 
-    A chunk is copied here before it is hashed and written, so that checksum, hash and file agree
-    even if somebody changes the tensor meanwhile.
+class ChunkWriter:
+    """One chunk of a box, read as blocks that are ours.
+
+    Each block is copied before it is summed and written, so that checksum, digest and file agree
+    even if somebody changes the tensor meanwhile. A block fits into a core's cache, which saves the
+    passes over memory that whole chunks would take.
+
+    Args:
+        shard: The box.
+        index: Index of the chunk in the array's grid.
+        chunk_shape: Shape of a chunk.
+
+    Attributes:
+        path: Path of the chunk's file.
+        size: Its size in bytes.
+        sums: Checksum and digest, which are complete after the last block.
     """
 
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    def chunks(
-        self, shard: TensorShard, chunk_shape: tuple[int, ...]
-    ) -> Iterator[tuple[str, memoryview]]:
-        """Yield the path and content of each chunk of a box; the next one overwrites it."""
+    def __init__(
+        self, shard: TensorShard, index: tuple[int, ...], chunk_shape: tuple[int, ...]
+    ) -> None:
+        self.path = chunk_file(shard.name, index)
         dtype = stored_dtype(dtype_name(shard.tensor.dtype))
-        size = math.prod(chunk_shape) * dtype.itemsize
-        if self._memory.size < size + CRC_BYTES:
-            self._memory = np.empty(size + CRC_BYTES, np.uint8)
-        content = self._memory[: size + CRC_BYTES]
-        data = content[:size]
-        values = data.view(dtype).reshape(chunk_shape)
+        self.size = math.prod(chunk_shape) * dtype.itemsize + CRC_BYTES
         box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
-        for index in chunk_indices(box, chunk_shape):
-            in_box, in_chunk = overlap(box, index, chunk_shape)
-            part = to_stored(shard.tensor[in_box])
-            if part.shape != chunk_shape:  # the end of the array: Zarr stores whole chunks
-                values[...] = 0
-            values[in_chunk] = part
-            content[size:] = crc32c(data)
-            yield chunk_file(shard.name, index), content.data
+        in_box, in_chunk = overlap(box, index, chunk_shape)
+        part = to_stored(shard.tensor[in_box])
+        if part.shape != chunk_shape:  # the end of the array: Zarr stores whole chunks
+            whole = np.zeros(chunk_shape, dtype)
+            whole[in_chunk] = part
+            part = whole
+        self._values = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        self.sums = Sums()
 
-
-def crc32c(data: np.ndarray) -> np.ndarray:
-    """Return the crc32c of bytes as Zarr stores it.
-
-    Shape:
-        data: (any number of bytes,) uint8, contiguous.
-        result: (4,) uint8, little-endian.
-    """
-    import google_crc32c
-
-    value = google_crc32c.value(cast("bytes", data))
-    return np.frombuffer(value.to_bytes(CRC_BYTES, "little"), np.uint8)
+    def blocks(self) -> Iterator[memoryview]:
+        """Yield the content; each block overwrites the one before."""
+        size = self._values.size
+        memory = np.empty(min(size, BLOCK_BYTES) + CRC_BYTES, np.uint8)
+        for start in range(0, size, BLOCK_BYTES):
+            values = memory[: min(size - start, BLOCK_BYTES)]
+            values[...] = self._values[start : start + len(values)]
+            self.sums.add(values)
+            end = len(values)
+            if start + end == size:
+                memory[end : end + CRC_BYTES] = self.sums.crc
+                self.sums.add_crc(memory[end : end + CRC_BYTES])
+                end += CRC_BYTES
+            yield memory[:end].data

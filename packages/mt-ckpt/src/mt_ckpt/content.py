@@ -2,90 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
+import math
 import os
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
-from mt_files import FileError, open_file, parse_json
+from mt_files import FileError, open_file
 
-from mt_ckpt.array import CRC_BYTES, chunk_file
-from mt_ckpt.chunk import crc32c
+from mt_ckpt.array import chunk_file
+from mt_ckpt.chunk import BLOCK_BYTES
+from mt_ckpt.digest import CRC_BYTES, Sums, digest_of
 from mt_ckpt.disk import list_files
-from mt_ckpt.dtype import from_stored
+from mt_ckpt.dtype import dtype_name, from_stored
 from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.grid import Box, chunk_indices, overlap
-from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, other_step, read_manifest
-from mt_ckpt.metadata import zarr_documents
 from mt_ckpt.shard import TensorShard
+from mt_ckpt.threads import in_threads
 
+THREADS = 4
 _ADVICE = "Load another step, or restore the files from a copy."
 
 
-def verify_checkpoint(path: str | Path) -> list[Problem]:
-    """Check every byte of a checkpoint.
-
-    Args:
-        path: A folder of checkpoints or a step directory; see `hold_checkpoint`.
-
-    Returns:
-        All problems; an empty list if there are none.
-    """
-    try:
-        with hold_checkpoint(path) as found:
-            return _verify(found)
-    except CheckpointError as error:
-        return [Problem(file=error.file or MANIFEST, reason=str(error))]
-
-
-def _verify(path: Path) -> list[Problem]:
-    manifest = read_manifest(path)
-    problems = _inventory(path, manifest)
-    bad = {problem.file for problem in problems}
-    documents = zarr_documents(manifest.arrays, step=manifest.step)
-    for name in sorted(set(manifest.files) - bad):
-        try:
-            if name in documents:
-                _check_document(path, manifest, name, documents[name])
-            else:
-                _read_chunk(path, manifest, name)
-        except _DamageError as error:
-            problems.append(error.problem)
-    return problems
-
-
-def _check_document(path: Path, manifest: Manifest, name: str, expected: bytes) -> None:
-    """Raise _DamageError if a zarr.json describes other arrays than the manifest."""
-    data = _read(path, manifest, name).tobytes()
-    try:
-        found = parse_json(data, name=path / name)
-    except FileError as error:
-        raise _damage(path, manifest, name, error.problem) from error
-    if where := _difference(found, json.loads(expected), ""):
-        reason = f"contradicts the manifest in {where}, so other programs would read other values"
-        raise _damage(path, manifest, name, reason)
-
-
-def _difference(found: object, expected: object, where: str) -> str | None:
-    """Return the place where two JSON values differ.
-
-    An empty value is as good as none, since versions of zarr-python differ in which they write.
-    """
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for key in sorted({*found, *expected}):
-            below = f"{where}.{key}" if where else str(key)
-            if place := _difference(found.get(key), expected.get(key), below):
-                return f"{place:.200}"
-        return None
-    if json.dumps(found or None) == json.dumps(expected or None):
-        return None
-    return where or "its kind"
-
-
-def _inventory(path: Path, manifest: Manifest) -> list[Problem]:
+def inventory(path: Path, manifest: Manifest) -> list[Problem]:
     """Compare the directory with the manifest."""
     found, odd = list_files(path)
     problems = [
@@ -109,68 +53,152 @@ def _wrong_size(size: int, record: FileRecord) -> str:
     return f"has {size} bytes, the manifest says {record.size}"
 
 
-class _DamageError(CheckpointError):
+class DamageError(CheckpointError):
+    """A file of a checkpoint is damaged.
+
+    Attributes:
+        problem: The file, the array and the reason.
+    """
+
     problem: Problem
 
 
-def _read(path: Path, manifest: Manifest, name: str) -> np.ndarray:
-    """Return the verified bytes of a file, or raise _DamageError."""
-    record = manifest.files[name]
+def damage(path: Path, manifest: Manifest, name: str, reason: str) -> DamageError:
+    """Return the error for a damaged file."""
+    problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
+    error = DamageError.from_problems(f"{path} is damaged", [problem], _ADVICE)
+    error.problem = problem
+    return error
+
+
+@contextlib.contextmanager
+def _opened(path: Path, manifest: Manifest, name: str) -> Iterator[BinaryIO]:
+    """Open a file of the recorded size, and turn every OSError into a DamageError."""
     try:
         with open_file(path / name, within=path) as stream:
             size = os.fstat(stream.fileno()).st_size
-            if size != record.size:
-                raise _damage(path, manifest, name, _wrong_size(size, record))
-            data = np.fromfile(stream, np.uint8, size)
+            if size != manifest.files[name].size:
+                raise damage(path, manifest, name, _wrong_size(size, manifest.files[name]))
+            yield stream
     except FileError as error:
-        raise _damage(path, manifest, name, error.problem) from error
+        raise damage(path, manifest, name, error.problem) from error
     except OSError as error:
         reason = f"cannot be read: {error.strerror or error}"
-        raise _damage(path, manifest, name, reason) from error
-    if data.size != size:
-        raise _damage(path, manifest, name, "got shorter while it was read")
-    if hashlib.sha256(data.data).hexdigest() != record.sha256:
-        reason = "its content has changed: the sha256 differs from the manifest's"
-        raise _damage(path, manifest, name, reason)
-    return data
+        raise damage(path, manifest, name, reason) from error
 
 
-def _read_chunk(path: Path, manifest: Manifest, name: str) -> np.ndarray:
-    """Return the verified values of a chunk, as bytes, or raise _DamageError."""
-    data = _read(path, manifest, name)
-    values, crc = data[:-CRC_BYTES], data[-CRC_BYTES:]
-    if not np.array_equal(crc, crc32c(values)):
+def _check(path: Path, manifest: Manifest, name: str, digest: str) -> None:
+    recorded = manifest.files[name].digest
+    if digest != recorded:
+        algorithm = recorded.partition(":")[0]
+        reason = f"its content has changed: the {algorithm} differs from the manifest's"
+        raise damage(path, manifest, name, reason)
+
+
+def read_file(path: Path, manifest: Manifest, name: str) -> bytes:
+    """Return the verified content of a document, whose size the manifest bounds.
+
+    Raises:
+        DamageError: It is not what the manifest says.
+    """
+    with _opened(path, manifest, name) as stream:
+        content = stream.read(manifest.files[name].size)
+    algorithm = manifest.files[name].digest.partition(":")[0]
+    _check(path, manifest, name, digest_of(content, algorithm))
+    return content
+
+
+def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray | None = None) -> None:
+    """Read the values of a chunk and check them; without `into` only check them.
+
+    The values are there before the check, so that they pass through memory once.
+
+    Raises:
+        DamageError: The chunk is not what the manifest says.
+
+    Shape:
+        into: (bytes of the chunk's values,) uint8, contiguous.
+    """
+    size = manifest.files[name].size - CRC_BYTES
+    sums = Sums(manifest.files[name].digest.partition(":")[0])
+    crc = np.zeros(CRC_BYTES, np.uint8)
+    blank = np.empty(min(size, BLOCK_BYTES) if into is None else 0, np.uint8)
+    with _opened(path, manifest, name) as stream:
+        for start in range(0, size, BLOCK_BYTES):
+            end = min(start + BLOCK_BYTES, size)
+            block = blank[: end - start] if into is None else into[start:end]
+            _fill(stream, block)
+            sums.add(block)
+        _fill(stream, crc)
+    found = sums.crc
+    sums.add_crc(crc)
+    _check(path, manifest, name, sums.digest)
+    if not np.array_equal(crc, found):
         reason = "its crc32c is not that of its values, so other programs would refuse it"
-        raise _damage(path, manifest, name, reason)
-    return values
+        raise damage(path, manifest, name, reason)
 
 
-def _damage(path: Path, manifest: Manifest, name: str, reason: str) -> _DamageError:
-    problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
-    error = _DamageError.from_problems(f"{path} is damaged", [problem], _ADVICE)
-    error.problem = problem
-    return error
+def _fill(stream: BinaryIO, block: np.ndarray) -> None:
+    """Read into a block; the digest finds what a file that got shorter does not fill."""
+    done = 0
+    while done < block.size and (size := stream.readinto(block[done:].data)):  # pyright: ignore[reportAttributeAccessIssue]
+        done += size
+    block[done:] = 0
 
 
 def open_checkpoint(path: Path) -> Manifest:
     """Read the manifest of a step directory, and check all but the contents of its arrays."""
     manifest = read_manifest(path)
-    problems = _inventory(path, manifest)
+    problems = inventory(path, manifest)
     if problems:
         raise CheckpointError.from_problems(f"{path} is damaged", problems, _ADVICE)
     for name in manifest.files:
         if name.rpartition("/")[2] == "zarr.json":
-            _read(path, manifest, name)
+            read_file(path, manifest, name)
     return manifest
 
 
-def read_shard(path: Path, manifest: Manifest, shard: TensorShard) -> None:
-    """Fill one box from the chunks that it overlaps."""
-    spec = manifest.arrays[shard.name]
-    box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
-    with torch.no_grad():
-        for index in chunk_indices(box, spec.chunks):
-            values = _read_chunk(path, manifest, chunk_file(shard.name, index))
+def read_shards(path: Path, manifest: Manifest, shards: Iterable[TensorShard]) -> None:
+    """Fill boxes from the chunks that they overlap.
+
+    A chunk that lies within a box of plain memory is read into its place; other chunks take a
+    buffer of up to 64 MiB in each of the threads.
+    """
+
+    def fill(task: tuple[TensorShard, tuple[int, ...]]) -> None:
+        shard, index = task
+        spec = manifest.arrays[shard.name]
+        box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
+        in_box, in_chunk = overlap(box, index, spec.chunks)
+        name = chunk_file(shard.name, index)
+        with torch.no_grad():
+            part = shard.tensor.detach()[in_box]
+            if (plain := _plain(part, spec.dtype, spec.chunks, wide=spec.wide)) is not None:
+                read_chunk(path, manifest, name, plain)
+                return
+            values = np.empty(math.prod(spec.chunks) * spec.stored.itemsize, np.uint8)
+            read_chunk(path, manifest, name, values)
             chunk = values.view(spec.stored).reshape(spec.chunks)
-            in_box, in_chunk = overlap(box, index, spec.chunks)
-            shard.tensor[in_box].copy_(from_stored(chunk[in_chunk], spec.dtype))
+            part.copy_(from_stored(chunk[in_chunk], spec.dtype))
+
+    tasks = (
+        (shard, index)
+        for shard in shards
+        for index in chunk_indices(
+            Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape)),
+            manifest.arrays[shard.name].chunks,
+        )
+    )
+    for _ in in_threads(fill, tasks, threads=THREADS):
+        pass
+
+
+def _plain(
+    part: torch.Tensor, dtype: str, chunks: tuple[int, ...], *, wide: bool
+) -> np.ndarray | None:
+    """Return the bytes of a part of a tensor, if a chunk has just these; None otherwise."""
+    fits = tuple(part.shape) == chunks and dtype_name(part.dtype) == dtype
+    is_ours = part.device.type == "cpu" and part.is_contiguous() and not part.is_neg()
+    if not fits or not is_ours or (wide and dtype == "bfloat16") or sys.byteorder != "little":
+        return None
+    return part.reshape(-1).view(torch.uint8).numpy()

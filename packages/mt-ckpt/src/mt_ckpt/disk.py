@@ -7,13 +7,13 @@ import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mt_files
 from mt_files import FileError
 
 from mt_ckpt.error import CheckpointError
+from mt_ckpt.threads import in_threads
 
 
 @contextlib.contextmanager
@@ -77,9 +77,7 @@ class Disk:
         path.rmdir()
 
 
-def create_file(
-    disk: Disk, path: Path, content: bytes | memoryview, *, total: int | None = None
-) -> None:
+def create_file(disk: Disk, path: Path, content: bytes, *, total: int | None = None) -> None:
     """Write a new file of an uncommitted checkpoint; `sync_all` syncs many files at once.
 
     Args:
@@ -88,14 +86,22 @@ def create_file(
         content: The content.
         total: Size of the whole checkpoint in bytes, for the message if the disk is full.
     """
-    needed = f" (needed {len(content)} bytes for this file"
+    write_blocks(disk, path, [memoryview(content)], size=len(content), total=total)
+
+
+def write_blocks(
+    disk: Disk, path: Path, blocks: Iterable[memoryview], *, size: int, total: int | None
+) -> None:
+    """Write a new file as `create_file` does, from blocks of `size` bytes in all."""
+    needed = f" (needed {size} bytes for this file"
     needed += ")" if total is None else f" and {total} bytes for the checkpoint)"
     with disk_errors("write", path, needed=needed):
         descriptor = disk.create(path)
         try:
-            rest = memoryview(content)
-            while rest:  # the system may write less than asked
-                rest = rest[disk.write(descriptor, rest) :]
+            for block in blocks:
+                rest = block
+                while rest:  # the system may write less than asked
+                    rest = rest[disk.write(descriptor, rest) :]
         finally:
             disk.close(descriptor)
 
@@ -124,9 +130,8 @@ def sync_all(disk: Disk, paths: Iterable[Path]) -> None:
     Threads let the file system combine many into one journal commit, which is 40 times faster on a
     busy disk than one file at a time.
     """
-    with ThreadPoolExecutor(disk.threads) as pool:
-        for _ in pool.map(lambda path: sync(disk, path), paths):
-            pass
+    for _ in in_threads(lambda path: sync(disk, path), paths, threads=disk.threads):
+        pass
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
@@ -140,9 +145,8 @@ def remove_tree(disk: Disk, path: Path) -> None:
             with contextlib.suppress(OSError):
                 disk.unlink(folder / name)
 
-    with ThreadPoolExecutor(disk.threads) as pool:
-        for _ in pool.map(remove_files, found):
-            pass
+    for _ in in_threads(remove_files, found, threads=disk.threads):
+        pass
     for folder, _, _ in reversed(found):
         with contextlib.suppress(OSError):
             disk.rmdir(folder)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mt_files import check_type
 
 from mt_ckpt.array import ArraySpec
-from mt_ckpt.content import open_checkpoint, read_shard
+from mt_ckpt.content import open_checkpoint, read_shards
 from mt_ckpt.dtype import dtype_name
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
@@ -98,7 +98,7 @@ class ArrayReader:
                 "is requested",
                 tensor=shard.name,
             )
-        read_shard(self.path, self.manifest, shard)
+        read_shards(self.path, self.manifest, [shard])
 
 
 @contextlib.contextmanager
@@ -203,8 +203,7 @@ class _Load:
 
     def read(self) -> None:
         """Fill this rank's tensors."""
-        for shard in self.shards:
-            read_shard(self.path, self.manifest, shard)
+        read_shards(self.path, self.manifest, self.shards)
 
 
 def _near(name: str, candidates: list[str]) -> str:

@@ -27,6 +27,7 @@ from mt_files import (
 )
 
 from mt_ckpt.array import ArraySpec, group_names
+from mt_ckpt.digest import is_digest
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.shard import check_name
 from mt_ckpt.value import MAX_BYTES, check_metadata, too_large
@@ -38,16 +39,15 @@ _STEP = re.compile(r"step_(\d{8,18})")
 _HEAD_BYTES = 4096
 _NODE_BYTES = 8192  # of one node's document; ours have about 600
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
-_HASH = re.compile(r"[0-9a-f]{64}")
 _ADVICE = "Load another step, or restore the file from a copy."
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Size and content hash of a file."""
+    """Size of a file, and the digest of its content, which names its algorithm."""
 
     size: int
-    sha256: str
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class Manifest:
             "step": self.step,
             "metadata": self.metadata,
             "arrays": {name: _array_record(spec) for name, spec in self.arrays.items()},
-            "files": {path: [item.size, item.sha256] for path, item in self.files.items()},
+            "files": {path: [item.size, item.digest] for path, item in self.files.items()},
         }
         rest = json.dumps(body, indent=0, allow_nan=False).removeprefix("{\n").encode() + b"\n"
         if problem := too_large(rest):
@@ -227,7 +227,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
                 for name, value in _typed(body, "arrays", dict).items()
             },
             files={
-                name: _record(name, value) for name, value in _typed(body, "files", dict).items()
+                name: _record(name, value, found)
+                for name, value in _typed(body, "files", dict).items()
             },
         )
     except (ValueError, TypeError) as error:
@@ -325,14 +326,16 @@ def _typed(body: dict[str, Any], key: str, kind: type) -> Any:
     return value
 
 
-def _record(name: str, value: Any) -> FileRecord:
+def _record(name: str, value: Any, version: int) -> FileRecord:
     safe = not name.startswith("/") and not set(name.split("/")) & {"", ".", ".."}
     if not safe or "\\" in name or "\0" in name:
         raise ValueError(f"path {name!r} leads out of the checkpoint")
     match value:
-        case [int(size), str(digest)] if size >= 0 and _HASH.fullmatch(digest):
-            return FileRecord(size=size, sha256=digest)
-    raise ValueError(f"the record of {name!r} must be [size, sha256]")
+        case [int(size), str(digest)] if size >= 0:
+            named = f"sha256:{digest}" if version == 1 else digest
+            if is_digest(named):
+                return FileRecord(size=size, digest=named)
+    raise ValueError(f"the record of {name!r} must be [size, digest]")
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

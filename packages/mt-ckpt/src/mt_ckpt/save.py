@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import torch.distributed as dist
 from mt_files import check_type
 
 from mt_ckpt.array import ArraySpec
-from mt_ckpt.chunk import ChunkBuffer
+from mt_ckpt.chunk import ChunkWriter
+from mt_ckpt.digest import digest_of
 from mt_ckpt.disk import (
     Disk,
     create_file,
@@ -22,8 +22,10 @@ from mt_ckpt.disk import (
     remove_tree,
     sync,
     sync_all,
+    write_blocks,
 )
 from mt_ckpt.error import CheckpointError
+from mt_ckpt.grid import Box, chunk_indices
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, step_name
 from mt_ckpt.metadata import zarr_documents
@@ -40,6 +42,7 @@ from mt_ckpt.root import (
     set_aside,
 )
 from mt_ckpt.shard import TensorShard
+from mt_ckpt.threads import in_threads
 from mt_ckpt.value import check_metadata
 
 # A run that went back replaces a step after this wait even if a reader still holds it.
@@ -158,7 +161,8 @@ class Save:
             with disk_errors("create", folder):
                 self.disk.mkdir(folder)
             create_file(self.disk, temp / path, documents[path], total=total)
-            self.files[path] = _file_record(documents[path])
+            content = documents[path]
+            self.files[path] = FileRecord(size=len(content), digest=digest_of(content))
         chunks = {name: spec.chunks for name, spec in self.arrays.items()}
         return {"temp": self.temp.name, "chunks": chunks, "total": total}
 
@@ -189,20 +193,32 @@ class Save:
                 "on a file system that all ranks share",
                 file=str(temp),
             )
-        written: dict[str, list[Any]] = {}
-        buffer = ChunkBuffer()
+
+        def write(task: tuple[TensorShard, tuple[int, ...], tuple[int, ...]]) -> list[Any]:
+            chunk = ChunkWriter(*task)
+            path = temp / chunk.path
+            write_blocks(self.disk, path, chunk.blocks(), size=chunk.size, total=plan["total"])
+            sync(self.disk, path)
+            return [chunk.path, chunk.size, chunk.sums.digest]
+
+        written = in_threads(write, self.chunks(plan["chunks"]), threads=self.disk.threads)
+        records = {path: record for path, *record in written}
+        self.event("save.data")
+        return records
+
+    def chunks(
+        self, grids: dict[str, list[int]]
+    ) -> Iterator[tuple[TensorShard, tuple[int, ...], tuple[int, ...]]]:
+        """Yield box, index and shape of each chunk that this rank writes."""
         # Each shard is popped, so that its memory is free once it is written.
         self.shards.reverse()
         while self.shards:
             shard = self.shards.pop()
             if shard.write:
-                for path, content in buffer.chunks(shard, tuple(plan["chunks"][shard.name])):
-                    create_file(self.disk, temp / path, content, total=plan["total"])
-                    record = _file_record(content)
-                    written[path] = [record.size, record.sha256]
-        sync_all(self.disk, (temp / path for path in written))
-        self.event("save.data")
-        return written
+                shape = tuple(grids[shard.name])
+                box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
+                for index in chunk_indices(box, shape):
+                    yield shard, index, shape
 
     def commit(self, reports: list[dict[str, list[Any]]]) -> None:
         """Write the manifest, rename, move `latest`, and remove old checkpoints, on rank 0."""
@@ -211,7 +227,7 @@ class Save:
         metadata_files = list(self.files)
         for report in reports:
             for path, (size, digest) in report.items():
-                self.files[path] = FileRecord(size=size, sha256=digest)
+                self.files[path] = FileRecord(size=size, digest=digest)
         manifest = Manifest(
             step=self.step, metadata=self.metadata, arrays=self.arrays, files=self.files
         )
@@ -248,7 +264,3 @@ class Save:
             else:
                 with contextlib.suppress(OSError):
                     self.disk.rename(self.old, final)
-
-
-def _file_record(content: bytes | memoryview) -> FileRecord:
-    return FileRecord(size=len(content), sha256=hashlib.sha256(content).hexdigest())

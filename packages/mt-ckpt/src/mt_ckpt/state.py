@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mt_ckpt.array import ArraySpec
-from mt_ckpt.content import open_checkpoint, read_shard
+from mt_ckpt.content import open_checkpoint, read_shards
 from mt_ckpt.disk import Disk, disk_errors, make_folders
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
@@ -93,7 +93,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> dict[Any, A
         tensors = {}
         for name, spec in manifest.arrays.items():
             tensor = _allocate(found, name, spec)
-            read_shard(found, manifest, TensorShard(name, tensor))
+            read_shards(found, manifest, [TensorShard(name, tensor)])
             tensors[name] = tensor.to(device)
     try:
         match _decode(encoded, tensors, 0):

@@ -25,7 +25,11 @@ def run_digest(run: Run) -> str:
     if isinstance(run.source, Path):
         prefix = f"{RunFolder.WEIGHTS}/"
         records = inspect_checkpoint(run.source).files
-        files = {name: each.sha256 for name, each in records.items() if name.startswith(prefix)}
+        files = {
+            name: each.digest.removeprefix("sha256:")  # as it was before others were there
+            for name, each in records.items()
+            if name.startswith(prefix)
+        }
         adapters = inspect_checkpoint(run.source).metadata_as(SavedModel).adapters
         if adapters is not None:
             files["base"] = adapters.sha256
