@@ -7,53 +7,19 @@ label, and neighbouring samples overlap by that token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from threading import Thread
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mt_data.datasets.permutation import Permutation
+from mt_data.datasets.shared_order import OrderFolder
+from mt_data.datasets.stream import Stream
 from mt_data.error import DataError
 
 OVERLAP = 1
 FINAL_EPOCH_SHARE = 0.8
 EPOCHS_IN_MEMORY = 2
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Stream:
-    """Documents in reading order.
-
-    Shape:
-        - documents: [P] document ids; ends: [P] number of tokens up to the end of each, int64
-    """
-
-    documents: NDArray[np.integer]
-    ends: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, documents: NDArray[np.integer], lengths: NDArray[np.integer]) -> Stream:
-        """Return the stream that reads the given documents in order."""
-        return cls(documents=documents, ends=np.cumsum(lengths[documents], dtype=np.int64))
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens in the stream."""
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the reads (document, offset, length) that return tokens [start, start + count)."""
-        position = int(np.searchsorted(self.ends, start, side="right"))
-        stop = start + count
-        while start < stop:
-            end = int(self.ends[position])
-            begin = int(self.ends[position - 1]) if position else 0
-            length = min(end, stop) - start
-            if length:
-                yield int(self.documents[position]), start - begin, length
-            start += length
-            position += 1
 
 
 def sample_count(tokens: int, sequence_length: int, *, keep_tail: bool) -> int:
@@ -79,33 +45,48 @@ class StableOrder:
     Nothing depends on the total number of samples, so a longer run sees the same beginning. Unless
     the tail is kept, up to `sequence_length` tokens at the end of an epoch's stream are left out of
     that epoch (different ones in each epoch, as the documents are shuffled).
+
+    With a folder, the stream of an epoch is a file there, which the processes of a node share (see
+    `OrderFolder`). From the middle of an epoch on a thread makes that of the next.
     """
 
     def __init__(
-        self, lengths: NDArray[np.integer], sequence_length: int, seed: int, *, keep_tail: bool
+        self,
+        lengths: NDArray[np.integer],
+        sequence_length: int,
+        seed: int,
+        *,
+        keep_tail: bool,
+        folder: OrderFolder | None = None,
     ) -> None:
         self._lengths, self._sequence_length, self._seed = lengths, sequence_length, seed
         tokens = int(lengths.sum(dtype=np.int64))
         self.num_samples = _epoch_samples(tokens, sequence_length, keep_tail=keep_tail)
         self._epochs: dict[int, tuple[Stream, Permutation]] = {}
+        self._folder, self._ahead = folder, -1
 
     def find(self, index: int) -> tuple[Stream, int]:
         """Return the stream of sample `index` (any index >= 0), and the sample's first token."""
         epoch, rank = divmod(index, self.num_samples)
         stream, shuffle = self._epochs.get(epoch) or self._build(epoch)
+        if self._folder is not None and 2 * rank >= self.num_samples and self._ahead <= epoch:
+            self._ahead = epoch + 1
+            Thread(target=self._stream, args=(epoch + 1,), daemon=True).start()
         return stream, shuffle(rank) * self._sequence_length
 
     def _build(self, epoch: int) -> tuple[Stream, Permutation]:
-        count = len(self._lengths)
-        documents = Permutation(count, self._seed, epoch, "documents")(np.arange(count))
-        built = (
-            Stream.of(documents, self._lengths),
-            Permutation(self.num_samples, self._seed, epoch, "samples"),
-        )
+        built = self._stream(epoch), Permutation(self.num_samples, self._seed, epoch, "samples")
         # A batch may span two epochs, but never three, so two are kept.
         kept = list(self._epochs.items())[1 - EPOCHS_IN_MEMORY :]
         self._epochs = dict([*kept, (epoch, built)])
         return built
+
+    def _stream(self, epoch: int) -> Stream:
+        def make() -> Stream:
+            shuffle = Permutation(len(self._lengths), self._seed, epoch, "documents")
+            return Stream.shuffled(self._lengths, shuffle)
+
+        return make() if self._folder is None else self._folder.stream(epoch, make)
 
 
 class MegatronOrder:

@@ -230,9 +230,9 @@ def check_rows(loaded: LoadedConfig, corpus: Corpus) -> None:
 
 
 def sources_of(
-    config: RunConfig, corpus: Corpus, tokenizer: Tokenizer | None, model: ModelConfig
+    config: RunConfig, corpus: Corpus, tokenizer: Tokenizer | None, model: ModelConfig, out: Path
 ) -> Sources:
-    """Return what the rows of a run are made of."""
+    """Return what the rows of a run in the folder `out` are made of."""
     training = config.training
     return Sources(
         train=corpus.train,
@@ -243,6 +243,7 @@ def sources_of(
         seed=training.seed,
         num_samples=training.steps * training.global_batch_size,
         stride=config.evaluation.stride,
+        orders=out / "orders",
     )
 
 

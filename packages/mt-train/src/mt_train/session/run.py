@@ -133,7 +133,7 @@ class _Session:
         for part in wanted_parts(config):
             part.check_layout(loaded, model, state.layout)
         training, start = config.training, self.start.progress
-        sources = sources_of(config, basis.corpus, tokenizer, model)
+        sources = sources_of(config, basis.corpus, tokenizer, model, out)
         self.drawing = Drawing(config, sources, self.start)
         sampler = BatchSampler(
             self.drawing.samples,

@@ -40,6 +40,7 @@ class Sources:
         seed: `training.seed`.
         num_samples: Number of samples of the whole run.
         stride: `evaluation.stride`.
+        orders: Folder for files with the orders of large data sets, which ranks share.
     """
 
     train: tuple[Path, ...]
@@ -51,6 +52,7 @@ class Sources:
     seed: int
     num_samples: int
     stride: int | None = None
+    orders: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,6 +100,7 @@ class TextData(DataSection):
                 if self.order == "stable"
                 else _num_samples(sources.num_samples, share / sum(shares)),
                 sequences=self._training_part(each),
+                order_folder=sources.orders,
             )
             for each, share in zip(indexed, shares, strict=True)
         ]
