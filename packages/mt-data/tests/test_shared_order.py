@@ -11,6 +11,7 @@ from mt_data.datasets import gpt
 from mt_data.datasets.permutation import Permutation
 from mt_data.datasets.shared_order import OrderFolder
 from mt_data.datasets.stream import Stream
+from mt_files import FileError
 
 LENGTHS = np.random.default_rng(0).integers(0, 9, 300)
 
@@ -77,6 +78,12 @@ def test_one_of_many_makes_a_file_and_the_others_wait(tmp_path):
     for each in threads:
         each.join()
     assert made == [1]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="cannot make it"):
+        OrderFolder(tmp_path / "file" / "orders", "a" * 64)
 
 
 def test_damage_is_named(tmp_path):

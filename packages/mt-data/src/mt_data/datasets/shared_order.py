@@ -41,7 +41,8 @@ class OrderFolder:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise mt_files.system_error(self.folder, "make it", error) from error
+            text = f"cannot make it: {error.strerror or error}"
+            raise mt_files.FileError(self.folder, text) from error
         mt_files.remove_temporaries(self.folder)
 
     def stream(self, epoch: int, make: Callable[[], Stream]) -> Stream:
