@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import deque
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from mt_infer import (
     Completion,
+    Delta,
     Engine,
     EngineOptions,
     LogitsError,
@@ -350,6 +352,23 @@ def test_a_stream_has_what_came_while_it_yielded() -> None:
         mine = [delta for delta in deltas if delta.index == index]
         assert [token for delta in mine for token in delta.tokens] == each.tokens
         assert mine[-1].completion == each
+
+
+def test_an_answer_has_ended_only_behind_its_last_news() -> None:
+    made, seen = engine(), list[bool]()
+    (answer,) = made.answers([5, 9], Sampling(temperature=0, max_tokens=3, seed=0))
+
+    class News(deque[Delta]):
+        def append(self, delta: Delta) -> None:
+            seen.append(answer.has_ended)  # a reader of another thread may look now
+            super().append(delta)
+
+    answer.news = News()
+    with made.submitted([answer]):
+        while made.advance():
+            pass
+    assert answer.news[-1].completion is answer.completion
+    assert seen == [False] * 3
 
 
 def test_other_weights_give_their_own_answers_and_running_requests_go_on_as_asked() -> None:

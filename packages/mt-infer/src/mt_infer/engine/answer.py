@@ -112,17 +112,18 @@ class Answer:
             return None
         return "length" if len(tokens) == self.sampling.max_tokens else "context"
 
-    def tell(self, count: int, step: int | None) -> None:
+    def tell(self, count: int, step: int | None, completion: Completion | None = None) -> None:
         """Add a delta of the last tokens to the news.
 
         Args:
             count: Number of the tokens.
             step: Step of the weights.
+            completion: The whole, with the last delta.
         """
         tokens = self.tokens
         text = ""
-        if self.stream is not None and self.completion is not None:
-            text = self.stream.rest(self.completion.text or "")
+        if self.stream is not None and completion is not None:
+            text = self.stream.rest(completion.text or "")
         elif self.stream is not None:
             text = self.stream.next(tokens)
         self.news.append(
@@ -135,24 +136,27 @@ class Answer:
                 if self.sampling.logprobs and count
                 else None,
                 step=step,
-                completion=self.completion,
+                completion=completion,
             )
         )
 
-    def complete(self, end: End, tokenizer: Tokenizer | None, step: int | None) -> None:
+    def complete(
+        self, end: End, tokenizer: Tokenizer | None, step: int | None, news: int | None = None
+    ) -> None:
         """End the answer.
 
         Args:
             end: Reason for the end.
             tokenizer: Tokenizer of its tokens; None gives no text.
             step: Step of the weights.
+            news: Number of tokens that the last delta has; None for no delta.
         """
         wanted, of_prompt = self.sampling.logprobs, self.sampling.prompt_logprobs
         mine, prompts = self.logprobs, self.prompt_logprobs
         text = self.cut
         if text is None and tokenizer is not None:
             text = tokenizer.decode(self.tokens)
-        self.completion = Completion(
+        completion = Completion(
             tokens=self.tokens,
             text=text,
             end=end,
@@ -163,6 +167,9 @@ class Answer:
             prompt_logprobs=prompts.chosen if is_wanted(of_prompt) else None,
             prompt_top_logprobs=prompts.top if of_prompt else None,
         )
+        if news is not None:
+            self.tell(news, step, completion)
+        self.completion = completion  # behind the news: another thread reads until this is set
 
 
 def is_wanted(logprobs: int | None) -> bool:

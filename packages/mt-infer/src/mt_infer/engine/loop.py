@@ -317,6 +317,5 @@ class Loop:
 
     def _tell_end(self, answer: Answer, end: End, new: int = 0) -> None:
         if answer.error is None:
-            answer.complete(end, self._tokenizer, self.identity.step)
-            answer.tell(new, self.identity.step)
+            answer.complete(end, self._tokenizer, self.identity.step, new)
         self.drop_unused_adapters()
