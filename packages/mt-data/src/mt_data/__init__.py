@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from mt_data.datasets.mixture import mixed as mixed
     from mt_data.datasets.mixture import mixture_sources as mixture_sources
     from mt_data.datasets.packing import best_fit as best_fit
+    from mt_data.datasets.pairs import PairDataset as PairDataset
     from mt_data.datasets.prefetch import Prefetcher as Prefetcher
     from mt_data.datasets.spans import SpanCorruption as SpanCorruption
     from mt_data.datasets.spans import SpanDataset as SpanDataset

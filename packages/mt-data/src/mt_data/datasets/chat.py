@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 
 from mt_data.datasets.gpt import PADDING
 from mt_data.datasets.identity import digest_of
-from mt_data.datasets.packing import best_fit
-from mt_data.datasets.permutation import Permutation
+from mt_data.datasets.packing import PackedOrder
 from mt_data.datasets.row_dataset import RowDataset
 from mt_data.documents.chat import ChatReader, TooLong
 from mt_data.documents.conversations import read_lines
 from mt_data.error import DataError, at_least
 
 ChatPacking: TypeAlias = Literal["best-fit", "none"]
-_WINDOWS_IN_MEMORY = 4
 
 
 def chat_fields(*, packed: bool, weighted: bool = False) -> tuple[RowField, ...]:
@@ -124,8 +122,10 @@ class ChatDataset(RowDataset):
             "window": self.window,
             "seed": self._seed,
         }
-        self._epochs: dict[int, NDArray[np.int64]] = {}
-        self._plans: dict[tuple[int, int], list[NDArray[np.int64]]] = {}
+        size = sequence_length if packing == "best-fit" else None
+        how = {"window": self.window, "seed": self._seed}
+        lengths = np.diff(self._ends, prepend=0) - 1
+        self._order = PackedOrder(lengths, size, **how, name="conversations")
 
     def _digested(self, source: str | os.PathLike[str]) -> Iterable[tuple[str, bytes]]:
         for where, line in read_lines(source):
@@ -153,7 +153,7 @@ class ChatDataset(RowDataset):
 
     def __len__(self) -> int:
         """Return the number of rows of the first epoch; another may have a few more or less."""
-        return int(self._row_ends(0)[-1])
+        return len(self._order)
 
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return row `index` in the endless stream of epochs."""
@@ -174,47 +174,7 @@ class ChatDataset(RowDataset):
 
     def conversations(self, index: int) -> list[int]:
         """Return the numbers of the conversations of row `index`, in the order of the files."""
-        index, epoch = operator.index(index), 0
-        if index < 0:
-            raise IndexError(f"row {index} does not exist; an index is 0 or more")
-        if self.packing == "none":
-            epoch, place = divmod(index, len(self._ends))
-            return [self._order(epoch)(place)]
-        while index >= (count := int(self._row_ends(epoch)[-1])):
-            index, epoch = index - count, epoch + 1
-        ends = self._row_ends(epoch)
-        window = int(np.searchsorted(ends, index, side="right"))
-        before = int(ends[window - 1]) if window else 0
-        return self._plan(epoch, window)[index - before].tolist()
+        return self._order.items(index)
 
     def _place(self, talk: int) -> tuple[int, int]:
         return (int(self._ends[talk - 1]) if talk else 0), int(self._ends[talk])
-
-    def _order(self, epoch: int) -> Permutation:
-        return Permutation(len(self._ends), self._seed, epoch, "conversations")
-
-    def _row_ends(self, epoch: int) -> NDArray[np.int64]:
-        """Return the number of rows of an epoch up to the end of each window."""
-        if self.packing == "none":
-            return np.array([len(self._ends)])
-        if epoch not in self._epochs:
-            windows = range(-(-len(self._ends) // self.window))
-            counts = [len(self._plan(epoch, window)) for window in windows]
-            self._epochs[epoch] = np.cumsum(counts)
-        return self._epochs[epoch]
-
-    def _plan(self, epoch: int, window: int) -> list[NDArray[np.int64]]:
-        """Return the conversations of each row of a window."""
-        key = epoch, window
-        if key not in self._plans:
-            begin = window * self.window
-            places = np.arange(begin, min(begin + self.window, len(self._ends)))
-            talks = self._order(epoch)(places)
-            lengths = np.diff(self._ends, prepend=0)[talks] - 1
-            rows = best_fit(lengths, self.sequence_length)
-            order = Permutation(len(rows), self._seed, epoch, window, "rows")
-            plan = [talks[rows[order(number)]] for number in range(len(rows))]
-            self._plans[key] = plan
-            while len(self._plans) > _WINDOWS_IN_MEMORY:
-                del self._plans[next(iter(self._plans))]
-        return self._plans[key]
