@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 import yaml
 from mt_ckpt import RunFolder, SavedModel, TensorShard, inspect_checkpoint, save_checkpoint
-from mt_files import to_plain
+from mt_files import UserError, to_plain
 from mt_hf import (
     export_adapter,
     export_checkpoint,
     from_pretrained,
     open_pretrained,
+    read_adapter,
     save_pretrained,
 )
 from mt_infer import Engine, load_run
@@ -220,6 +221,47 @@ def test_losses_gradients_and_logits_are_those_of_peft(
             scores = engine.score(tokens[0], adapter="ours")
         own = logits[0, :-1, :384].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
         torch.testing.assert_close(scores, own.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize(("model", "layout"), [
+    pytest.param(*each, marks=() if each == ("llama", "tp2") else pytest.mark.campaign)
+    for each in product(("llama", "qwen3", "mixtral"), ("tp2", "tp2pp2", "zero3"))
+])  # fmt: skip
+def test_a_run_goes_on_from_an_adapter_of_peft(started, tmp_path, model, layout) -> None:
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = yaml.safe_load(started[model].config.read_text())["model"]["from"]
+    modules = {"q_proj": "qkv.query", "v_proj": "qkv.value", "o_proj": "mixer.out"}
+    modules |= {} if model == "mixtral" else {"down_proj": "feed_forward.down"}
+    how = {"r": 3, "lora_alpha": 5, "init_lora_weights": False, "target_modules": [*modules]}
+    torch.manual_seed(3)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    theirs = get_peft_model(plain, PeftConfig(**how), autocast_adapter_dtype=False)
+    theirs.save_pretrained(tmp_path / "given")
+    names = ", ".join(f"'*.{name}'" for name in modules.values())
+    settings = f"lora={{from: {tmp_path}/given, rank: 3, alpha: 10, layers: [{names}]}}"
+    nproc, *overrides = LAYOUTS[layout]
+    still = ("training.steps=1", "optimizer={lr: 1e-300}", settings)
+    run = started[model].train(tmp_path / "run", *overrides, *still, nproc=nproc)
+    export_adapter(run, tmp_path / "out")
+    found, wanted = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("out", "given")
+    )
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        half = 0.5 if "lora_B" in name else 1.0  # the run's alpha is twice that of the folder
+        torch.testing.assert_close(found[name], array * half, rtol=1e-12, atol=0)
+    config, layers = MODELS[model][0], tuple(f"*.{name}" for name in modules.values())
+    for rank, some, words in (
+        (2, layers, "has rank 3, and lora.rank is 2; use the same"),
+        (3, layers[1:], "has adapters of .*q_proj"),
+        (3, (*layers, "*.qkv.key"), "has no adapter of layers.0.mixer.qkv"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_adapter(tmp_path / "given", config, LoraConfig(rank=rank, layers=some))
 
 
 def test_frozen_runs_are_read_with_their_average(started, tmp_path) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from mt_hf.reading.pretrained import open_pretrained as open_pretrained
     from mt_hf.reading.registry import find_family as find_family
     from mt_hf.reading.registry import known_families as known_families
+    from mt_hf.reading.trained_adapter import read_adapter as read_adapter
     from mt_hf.trtllm.checkpoint import TRTLLMReport as TRTLLMReport
     from mt_hf.trtllm.checkpoint import export_trtllm as export_trtllm
     from mt_hf.trtllm.description import TRTLLMType as TRTLLMType

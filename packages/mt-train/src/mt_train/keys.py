@@ -140,21 +140,24 @@ def _model_keys(section: str) -> Iterator[Key]:
     """Yield the fields of a model's configs, which stand beside the section's own keys."""
     for name, (cls, field) in FIELDS.items():
         item = next(each for each in dataclasses.fields(cls) if each.name == field)
-        meanings = (_docstring(base)[1].get(field) for base in cls.__mro__)
         default = "" if item.default is dataclasses.MISSING else _default(item)
         yield Key(
             name=f"{section}.{name}",
             type=describe(hints_of(cls)[field]),
             default=default or "null",
-            meaning=next(filter(None, meanings)),
+            meaning=_docstring(cls)[1][field],
         )
 
 
 def _docstring(cls: type) -> tuple[str, dict[str, str]]:
-    """Return the text of a docstring, and the meaning of each of its `Attributes:`."""
-    text, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")
-    entries = _ENTRY.findall(textwrap.dedent(attributes))
-    return " ".join(text.split()), {name: " ".join(words.split()) for name, words in entries}
+    """Return the text of a docstring, and the meaning of each `Attributes:`, of its bases too."""
+    text, meanings = "", dict[str, str]()
+    for base in reversed(cls.__mro__):
+        given = inspect.cleandoc(base.__dict__.get("__doc__") or "")
+        text, _, attributes = given.partition("\nAttributes:\n")
+        entries = _ENTRY.findall(textwrap.dedent(attributes))
+        meanings |= {name: " ".join(words.split()) for name, words in entries}
+    return " ".join(text.split()), meanings
 
 
 def _default(item: dataclasses.Field[Any]) -> str:

@@ -16,6 +16,7 @@ from mt_parallel_state import sharding_of
 from torch import Tensor
 
 from mt_hf.family.error import ExchangeError
+from mt_hf.family.family import Family
 from mt_hf.family.link import Link, inside
 from mt_hf.reading.files import MAX_JSON, root_of
 from mt_hf.reading.pretrained import Pretrained, linked
@@ -120,16 +121,15 @@ def read_lora(
         FileError: A file can't be read.
     """
     if isinstance(source, Mapping):
-        tensors = dict(source)
+        pairs = _pairs(source)
         scale: Callable[[str, int], float] = lambda _, rank: 1 if alpha is None else alpha / rank  # noqa: E731
     elif alpha is not None:
         raise ExchangeError(f"alpha={alpha} is for tensors; a folder says it in its {CONFIG}")
     else:
-        tensors, scale = _stored(Path(source)), _fields(Path(source)).scale
+        pairs, scale = stored_pairs(Path(source))
     names = _Names(model)
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    for name, (a, b) in _pairs(tensors).items():
-        a, b = (x.float() if x.dtype.itemsize < 4 else x for x in (a, b))
+    for name, (a, b) in pairs.items():
         factor = scale(name, a.shape[0])
         b = b * factor
         if not (a.isfinite().all() and b.isfinite().all()):
@@ -140,6 +140,27 @@ def read_lora(
         layer: (torch.cat([a for a, _ in own]), torch.cat([b for _, b in own], dim=1))
         for layer, own in found.items()
     }
+
+
+def stored_pairs(
+    folder: Path,
+) -> tuple[dict[str, tuple[Tensor, Tensor]], Callable[[str, int], float]]:
+    """Return A and B of each layer of a PEFT folder, in fp32 or wider, and their factors.
+
+    Raises:
+        ExchangeError: A field or a tensor is not supported.
+        FileError: A file can't be read.
+    """
+    return _pairs(_stored(folder)), _fields(folder).scale
+
+
+def peft_name(family: Family, source: str) -> str:
+    """Return the name in PEFT of the layer of a stored tensor."""
+    name = source.removesuffix(".weight")
+    for beginning, ours in family.renames:
+        if name.startswith(ours):
+            return beginning + name.removeprefix(ours)
+    return f"{family.wrapper}{name}"
 
 
 def _fields(folder: Path) -> LoraFields:
@@ -186,7 +207,12 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
             raise ExchangeError(f"{name} needs lora_A [rank, in] and lora_B [out, rank]: {shapes}")
     if not found:
         raise ExchangeError("the adapter has no tensor; give lora_A and lora_B of each layer")
-    return {name: (both["A"], both["B"]) for name, both in found.items()}
+    wide = {name: {side: _wide(x) for side, x in both.items()} for name, both in found.items()}
+    return {name: (both["A"], both["B"]) for name, both in wide.items()}
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 class _Names:

@@ -25,7 +25,14 @@ from mt_hf.family.family import Family
 from mt_hf.family.link import Link, inside
 from mt_hf.reading.adapted import AdaptedWeights, open_adapted
 from mt_hf.reading.description import read_description
-from mt_hf.reading.lora import CONFIG, WEIGHTS, join_pair, matrix_index, sources_of
+from mt_hf.reading.lora import (
+    CONFIG,
+    WEIGHTS,
+    join_pair,
+    matrix_index,
+    peft_name,
+    sources_of,
+)
 from mt_hf.reading.pretrained import by_target, linked
 from mt_hf.reading.registry import find_family
 from mt_hf.writing.checkpoint import source_of
@@ -150,15 +157,8 @@ class _Written:
         placed_a, placed_b = a.new_zeros(a.shape[0], whole[1]), b.new_zeros(whole[0], b.shape[1])
         placed_a[:, ins] = a[:, columns]
         placed_b[own[own >= 0]] = b[own >= 0]
-        join_pair(self.pairs.setdefault(self._name(link.source), []), placed_a, placed_b)
-
-    def _name(self, source: str) -> str:
-        """Return the name in transformers of the layer of a tensor."""
-        name = source.removesuffix(".weight")
-        for beginning, ours in self.family.renames:
-            if name.startswith(ours):
-                return beginning + name.removeprefix(ours)
-        return f"{self.family.wrapper}{name}"
+        name = peft_name(self.family, link.source)
+        join_pair(self.pairs.setdefault(name, []), placed_a, placed_b)
 
     def _add_experts(self, layer: str, a: Tensor, b: Tensor) -> None:
         link = self._links[f"{layer}.weight"][0]

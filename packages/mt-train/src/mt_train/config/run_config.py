@@ -12,11 +12,12 @@ from itertools import chain
 from typing import Literal
 
 from mt_files import Checks, FieldError, divisors, multiples_near, shorten
-from mt_model import LoraConfig, Recompute, RecomputePlan
+from mt_model import Recompute, RecomputePlan
 
 from mt_train.config.distillation_section import DistillationSection
 from mt_train.config.kinds.section import DataSection
 from mt_train.config.limits import MAX_LENGTH, MAX_STEPS, Dtype, listed, path_field
+from mt_train.config.lora_section import LoraSection
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
 from mt_train.config.parallel_section import DataParallelSection, ParallelSection, PipelineSection
@@ -267,7 +268,7 @@ class RunConfig:
     training: TrainingSection
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     quantization: QuantizationSection = field(default_factory=QuantizationSection)
-    lora: LoraConfig | None = None
+    lora: LoraSection | None = None
     distillation: DistillationSection = field(default_factory=DistillationSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mt_ckpt import SavedAdapters
-from mt_hf import base_digest
+from mt_hf import base_digest, open_pretrained, read_adapter
+from mt_model import ModelConfig
 from mt_parallel_state import ParallelState, share_json
+from torch import Tensor
 
 from mt_train.agreement import WORLD
 from mt_train.config.run_config import RunConfig
@@ -39,3 +41,17 @@ def adapters_of(config: RunConfig, start: Start, state: ParallelState) -> SavedA
     return SavedAdapters(
         rank=lora.rank, alpha=lora.alpha, layers=lora.layers, base=base, sha256=digest
     )
+
+
+def given_adapters(config: RunConfig, model: ModelConfig) -> dict[str, Tensor] | None:
+    """Return the whole matrices of `lora.from` by their global names; None without it.
+
+    Raises:
+        ExchangeError: The folder's adapters do not fit.
+        FileError: A file can't be read.
+    """
+    if config.lora is None or config.lora.from_ is None:
+        return None
+    base = config.model.from_
+    family = None if base is None else open_pretrained(Path(base)).family.name
+    return read_adapter(config.lora.from_, model, config.lora, family=family)

@@ -36,7 +36,7 @@ from mt_train.reporting.metrics import MetricsFile, Record, read_metrics
 from mt_train.reporting.plot import draw_loss
 from mt_train.reporting.reporter import Reporter
 from mt_train.session import saving
-from mt_train.session.adapting import adapters_of
+from mt_train.session.adapting import adapters_of, given_adapters
 from mt_train.session.basis import Basis, prepare_on_all_ranks
 from mt_train.session.drawing import Drawing
 from mt_train.session.exporting import export, exports_of
@@ -173,6 +173,8 @@ class _Session:
             saving.fill_base(self.trainer, Path(self.saved.adapters.base))
             if self.start.continued is not None and self.start.path is not None:
                 saving.fill(self.trainer, self.start.path, self.start.saved, weights_only=False)
+            elif (given := given_adapters(config, model)) is not None:
+                saving.fill_adapters(self.trainer, given)
         elif self.start.path is not None:
             only = self.start.weights_only
             saving.fill(self.trainer, self.start.path, self.start.saved, weights_only=only)

@@ -130,6 +130,23 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
     trainer.weights_loaded()
 
 
+def fill_adapters(trainer: Trainer, values: Mapping[str, torch.Tensor]) -> None:
+    """Fill the adapters of a new run; every rank takes its own part.
+
+    Args:
+        trainer: Gets the adapters; optimizer and progress stay as new.
+        values: Whole matrices by their global names.
+    """
+    tensors = _tensors(trainer, moments=False)
+    tensors.pop(RunFolder.EMA, None)
+    for shard in _to_fill(trainer, tensors):
+        sizes = zip(shard.offsets, shard.tensor.shape, strict=True)
+        box = tuple(slice(start, start + size) for start, size in sizes)
+        shard.tensor.copy_(values[shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")][box])
+    _take_weights(trainer, tensors[RunFolder.WEIGHTS])
+    trainer.weights_loaded()
+
+
 def fill_base(trainer: Trainer, folder: Path) -> None:
     """Fill the frozen weights that adapters adapt; every rank reads its own part.
 
