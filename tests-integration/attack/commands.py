@@ -27,6 +27,8 @@ OPTIONS = (
     "--json-schema",
     "--regex",
     "--grammar",
+    "--prompts",
+    "--batch",
     "--bogus",
 )
 ROUNDING = ("--recipe", "--config", "--calibration", "--samples", "--length", "--step", "--dtype")
