@@ -102,7 +102,9 @@ def test_no_kind_is_named_outside_its_file() -> None:
     from mt_train.config.kinds.registry import KINDS
 
     classes = "|".join(kind.__name__ for kind in KINDS)
-    named = re.compile(rf"\b({classes}|MaskedDataset|SpanDataset|masked_fields|span_fields)\b")
+    named = re.compile(
+        rf"\b({classes}|MaskedDataset|PairDataset|SpanDataset|masked_fields|span_fields)\b"
+    )
     found = {
         path.relative_to(ROOT).as_posix()
         for package in ("mt-train", "mt-data", "mt-model")
@@ -111,5 +113,5 @@ def test_no_kind_is_named_outside_its_file() -> None:
     }
     kinds = "mt-train/src/mt_train/config/kinds/"
     own = {f"{kinds}{kind.type_name}.py" for kind in KINDS}
-    datasets = {f"mt-data/src/mt_data/datasets/{name}.py" for name in ("masked", "spans")}
+    datasets = {f"mt-data/src/mt_data/datasets/{name}.py" for name in ("masked", "pairs", "spans")}
     assert found <= own | datasets | {f"{kinds}registry.py", "mt-data/src/mt_data/__init__.py"}
