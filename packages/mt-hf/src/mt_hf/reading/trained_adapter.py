@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 import torch
-from mt_files import listed, shorten
+from mt_files import shorten
 from mt_model import LoraConfig, StackConfig
 from mt_tensor_parallel import LoraAdapter, adapters, lora_parts
 from torch import Tensor
@@ -63,11 +63,11 @@ def read_adapter(
                 text = f"has rank {a.shape[0]}, and lora.rank is {adapter.rank}; use the same"
                 raise ExchangeError(f"{folder}: {name} {text}")
             own[link.source] = a, b * (scale(name, a.shape[0]) / adapter.scale)
-            used.add(name)
-        own_a, own_b = _placed(layer, adapter, shapes[f"{layer}.weight"], of_layer, own)
+        (own_a, own_b), sources = _placed(layer, adapter, shapes[f"{layer}.weight"], of_layer, own)
         found |= {f"{layer}.lora.a": own_a, f"{layer}.lora.b": own_b}
+        used |= {peft_name(known, source) for source in sources}
     if left := sorted(given.keys() - used):
-        text = f"has adapters of {listed([*map(shorten, left[:_SHOWN])])}, which the model has not"
+        text = f"has adapters of {', '.join(map(shorten, left[:_SHOWN]))}, which the model has not"
         raise ExchangeError(f"{folder}: {text}; name their layers in lora.layers")
     return found
 
@@ -78,8 +78,9 @@ def _placed(
     shape: tuple[int, ...],
     links: Mapping[str, list[Link]],
     pairs: Mapping[str, Pair],
-) -> Pair:
-    """Return A and B of an adapter from the pairs of the linked layers by their tensors."""
+) -> tuple[Pair, set[str]]:
+    """Return A and B of an adapter from pairs by the linked tensors, and the tensors it has."""
+    used = set[str]()
     dtype = next((a.dtype for a, _ in pairs.values()), torch.float32)
     found_a, found_b = (torch.zeros(x.shape, dtype=dtype) for x in (adapter.a, adapter.b))
     matrix, cut = adapter.matrix, len(shape) - adapter.matrix.in_dims
@@ -110,6 +111,7 @@ def _placed(
                 raise ExchangeError(f"{layer} is one matrix here, and has two adapters there")
             a, filled = placed, filled | (here >= 0)
             b[here >= 0] = given_b[here[here >= 0]]
+            used.add(link.source)
         if not filled.all():
             raise ExchangeError(
                 f"the folder has no adapter of {layer}, or of a part of it; name in lora.layers "
@@ -117,4 +119,4 @@ def _placed(
             )
         own_a.copy_(a.view(own_a.shape))
         own_b.copy_(b.view(own_b.shape))
-    return found_a, found_b
+    return (found_a, found_b), used
