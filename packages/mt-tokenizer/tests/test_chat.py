@@ -101,6 +101,9 @@ def test_arguments_of_calls_are_objects_for_a_template():
         call["function"]["arguments"] = wrong
         with pytest.raises(ChatError, match="message 2"):
             with_parsed_arguments(talk)
+    for calls in ("f", 5, {"f": 1}, ["f"], [None], [{"function": "f"}]):
+        with pytest.raises(ChatError, match="message 2"):
+            with_parsed_arguments([*MESSAGES, {"role": "assistant", "tool_calls": calls}])
 
 
 def test_jinja_is_an_extra(monkeypatch):

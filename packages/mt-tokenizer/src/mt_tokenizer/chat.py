@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from mt_files import Checks, FileError, parse_json, read_json, read_text, require
+from mt_files import Checks, FileError, parse_json, read_json, read_text, require, shorten
 
 from mt_tokenizer.chat_text import ChatText
 from mt_tokenizer.literal import Literals, free_marks, restore
@@ -60,19 +60,24 @@ def with_parsed_arguments(messages: Sequence[Mapping[str, Any]]) -> list[Mapping
     OpenAI's clients send the arguments as JSON text.
 
     Raises:
-        ChatError: The text of arguments is no JSON object.
+        ChatError: Calls are no objects, or the text of arguments is no JSON object.
     """
     found: list[Mapping[str, Any]] = []
     for number, message in enumerate(messages):
         calls = message.get("tool_calls")
         if calls:
+            if not isinstance(calls, list | tuple):
+                raise ChatError(f"message {number}: tool_calls is {shorten(calls)}; give a list")
             message = {**message, "tool_calls": [_with_object(call, number) for call in calls]}
         found.append(message)
     return found
 
 
-def _with_object(call: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    function = call.get("function", call)
+def _with_object(call: Any, number: int) -> Mapping[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        text = f"message {number}: a call is {shorten(call)}; give an object with a function"
+        raise ChatError(text)
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
