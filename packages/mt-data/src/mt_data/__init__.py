@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from mt_data.documents.split import split_files as split_files
     from mt_data.documents.split import split_ranges as split_ranges
     from mt_data.merge import merge_datasets as merge_datasets
+    from mt_data.storage.objects import url_of as url_of
     from mt_data.storage.writer import IndexedWriter as IndexedWriter
 else:
     # Resolved at first use, so that an import stays light.

@@ -17,6 +17,7 @@ from mt_data.documents.reader import Document, DocumentReader
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import token_dtype
 from mt_data.storage.indexed import IndexedDataset
+from mt_data.storage.objects import find_object, url_of
 from mt_data.storage.writer import IndexedWriter
 
 BATCH_DOCUMENTS = 4096
@@ -181,13 +182,15 @@ def dataset_tokenizer(
     kept = str(record.get("tokenizer", ".tokenizer.json"))
     if kept not in KEPT:
         raise DataFileError(f"{dataset.prefix}.json", f"tokenizer is {shorten(kept)}; not {KEPT}")
-    path = f"{dataset.prefix}{kept}" if path is None else os.fspath(path)
+    if path is None:
+        beside = f"{dataset.prefix}{kept}"
+        path = find_object(beside).cached() if url_of(beside) else beside
     eod = record.get("eod_token")
     expected = record.get("tokenizer_sha256")
     tokenizer = load_tokenizer(path, eod=eod if isinstance(eod, str) else None)
     if expected not in (None, tokenizer.sha256):
         raise DataFileError(
-            path,
+            os.fspath(path),
             f"is not the tokenizer of {dataset.prefix}.bin: its sha256 is "
             f"{tokenizer.sha256[:12]}..., but {shorten(str(expected)[:12])}... is recorded",
         )

@@ -26,7 +26,7 @@ class Build:
 
     Attributes:
         sources: Files (.jsonl, .ndjson, .json, .parquet, or text; also .gz, .zst, .bz2, .xz),
-            folders, globs, or - for standard input.
+            folders, globs, - for standard input, or s3:// and gs:// URLs of these.
         out: Path of the dataset without ending; required.
         tokenizer: An existing tokenizer.json or sentencepiece .model. Without it, a tokenizer is
             trained on the sources.
@@ -75,7 +75,7 @@ class Build:
             )
         if self.on != "processes" and self.parts is None:
             raise DataError("--on says where --parts are built; give their number")
-        check_free(check_prefix(self.out), overwrite=self.overwrite)
+        check_free(check_prefix(self.out, writes=True), overwrite=self.overwrite)
         progress = Progress(shown=self.progress or None)
         recipe = Recipe(
             out=self.out,

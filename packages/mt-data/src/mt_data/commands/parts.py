@@ -25,6 +25,7 @@ from mt_data.documents.source import STANDARD_INPUT
 from mt_data.error import DataError
 from mt_data.merge import merge_datasets
 from mt_data.storage.indexed import IndexedDataset
+from mt_data.storage.objects import local_path, url_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,8 @@ def build_in_parts(
         raise DataError("standard input can't be read in parts; give files")
     if whole.workers < 1:
         raise DataError(f"--workers is {whole.workers}; it must be at least 1")
-    sources = tuple(os.path.abspath(source) for source in whole.sources)
+    local = (source if url_of(source) else local_path(source) for source in whole.sources)
+    sources = tuple(source if url_of(source) else os.path.abspath(source) for source in local)
     folder = Path(f"{whole.out}.parts").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):

@@ -71,7 +71,10 @@ def cut(
 def digest_of(files: Iterable[SourceFile], *how: str) -> str:
     """Return a digest of files' names (without folders) and sizes, and of how they are read.
 
-    Parts with one digest fit together.
+    Parts with one digest fit together. Of an object in a store its version counts too.
     """
-    listed = [[PurePath(file.name).name, file.size] for file in files]
+    listed = [
+        [PurePath(file.name).name, file.size, *([file.stored.version] if file.stored else [])]
+        for file in files
+    ]
     return hashlib.sha256(json.dumps([listed, *how]).encode()).hexdigest()

@@ -77,7 +77,8 @@ def read_documents(
 
     Args:
         source: A file, a folder (its files in order of their relative names), a glob, `-` for
-            standard input (JSON lines by default), or several of these.
+            standard input (JSON lines by default), a URL of an object store such as
+            `s3://bucket/folder` for each of these, or several.
         key: Name of the JSON field or column with the text.
         glob: Pattern of the files to read in a folder, such as `**/*.py`.
         format: Format of all files; "auto" decides by their names.
@@ -103,7 +104,7 @@ def read_documents(
     files = find_files(source, glob)
     if part is None:
         return DocumentReader(files, format, policy)
-    if any(file.path is None for file in files):
+    if any(file.is_standard_input for file in files):
         raise DataError("standard input can't be read in parts; give files")
     mine = cut(files, part, partial(_is_cut_by_lines, format=format))
     sources = digest_of(files, key, format, encoding_errors)
@@ -128,7 +129,7 @@ class DocumentReader(Iterator[Document]):
         part: dict[str, int | str] | None = None,
     ) -> None:
         self.files, self.part = files, part
-        known = all(file.path is not None for file in files)
+        known = not any(file.is_standard_input for file in files)
         self.total_bytes = sum(file.size for file in files) if known else None
         self._format: Format = format
         self._policy = policy
@@ -166,7 +167,7 @@ class DocumentReader(Iterator[Document]):
         name, policy = source.name, self._policy
         with ExitStack() as stack:
             file = source.open()
-            if source.path is not None:
+            if not source.is_standard_input:
                 stack.enter_context(file)
             self._current, self._begin = file, source.begin
             content = stack.enter_context(decompressed(file, name))
@@ -198,7 +199,7 @@ def _read_text(file: BinaryIO, name: str, policy: _Policy) -> Document:
 def _format_of(source: SourceFile, format: Format) -> str:
     if format != "auto":
         return format
-    return "jsonl" if source.path is None else _ENDINGS.get(source.ending, "text")
+    return "jsonl" if source.is_standard_input else _ENDINGS.get(source.ending, "text")
 
 
 def _is_cut_by_lines(source: SourceFile, *, format: Format) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
@@ -14,6 +15,13 @@ import mt_files
 from mt_files import require, shorten
 
 from mt_data.error import DataError, DataFileError
+from mt_data.storage.objects import (
+    StoredObject,
+    find_object,
+    local_path,
+    objects_under,
+    url_of,
+)
 
 STANDARD_INPUT = "-"
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
@@ -25,7 +33,8 @@ class SourceFile:
     """One file to read.
 
     Attributes:
-        path: Path of the file; None for standard input.
+        path: Path of the file; None for standard input, and for an object in a store.
+        stored: The object in a store.
         name: Name of the file in documents and messages.
         within: The folder in which it was found, which links must not leave.
         begin: Of a file of lines that is read in parts, the byte where the part begins.
@@ -35,6 +44,7 @@ class SourceFile:
 
     path: Path | None
     name: str
+    stored: StoredObject | None = None
     within: Path | None = None
     begin: int = 0
     end: int | None = None
@@ -48,10 +58,17 @@ class SourceFile:
         return suffixes[-1] if suffixes else ""
 
     @property
+    def is_standard_input(self) -> bool:
+        """Whether it can be read once only, and has no known size."""
+        return self.path is None and self.stored is None
+
+    @property
     def size(self) -> int:
-        """Number of bytes to read from disk; 0 if unknown."""
+        """Number of bytes to read from disk or the store; 0 if unknown."""
         if self.end is not None:
             return self.end - self.begin
+        if self.stored is not None:
+            return self.stored.size
         try:
             return 0 if self.path is None else self.path.stat().st_size
         except OSError:
@@ -63,6 +80,8 @@ class SourceFile:
         Raises:
             DataFileError: It is not a regular file, or lies outside `within`.
         """
+        if self.stored is not None:
+            return self.stored.open()
         if self.path is None:
             import sys
 
@@ -79,7 +98,8 @@ def find_files(source: Source | Iterable[Source], glob: str) -> list[SourceFile]
     """Find the files of sources, in a fixed order.
 
     Args:
-        source: A file, a folder, a glob such as `data/*.jsonl`, `-` for standard input, or several.
+        source: A file, a folder, a glob such as `data/*.jsonl`, `-` for standard input, a URL of an
+            object store for each of these, or several.
         glob: Pattern of the files to read in a folder.
 
     Raises:
@@ -94,9 +114,11 @@ def find_files(source: Source | Iterable[Source], glob: str) -> list[SourceFile]
 def _find(source: Source, glob: str, *, alone: bool) -> Iterator[SourceFile]:
     import glob as globbing
 
-    name = os.fspath(source)
-    path = Path(source)
-    if name == STANDARD_INPUT:
+    name = local_path(source)
+    path = Path(name)
+    if (url := url_of(name)) is not None:
+        yield from _in_store(url, glob)
+    elif name == STANDARD_INPUT:
         yield SourceFile(path=None, name="standard input")
     elif path.is_dir():
         yield from _in_folder(path, glob, alone=alone)
@@ -121,6 +143,44 @@ def _in_folder(folder: Path, glob: str, *, alone: bool) -> Iterator[SourceFile]:
         raise DataError(f"{folder}: no file in this folder matches the glob {shorten(glob)}")
     for name, path in files:
         yield SourceFile(path=path, name=name if alone else f"{folder}/{name}", within=folder)
+
+
+def _in_store(url: str, glob: str) -> Iterator[SourceFile]:
+    """Yield an object, those under a prefix that match a glob, or those that a URL matches."""
+    import glob as globbing
+
+    if globbing.has_magic(url):
+        steps = url.split("/")
+        fixed = next(number for number, step in enumerate(steps) if globbing.has_magic(step))
+        folder, glob = "/".join(steps[:fixed]), "/".join(steps[fixed:])
+    else:
+        try:
+            found = find_object(url)
+        except FileNotFoundError:
+            folder = url.rstrip("/")
+        else:
+            yield SourceFile(path=None, name=url, stored=found)
+            return
+    _check_glob(glob)
+    any_object = any_match = False
+    for each in objects_under(folder):
+        any_object = True
+        if _matches(each.url.removeprefix(f"{folder}/").split("/"), glob.split("/")):
+            any_match = True
+            yield SourceFile(path=None, name=each.url, stored=each)
+    if not any_object:
+        raise FileNotFoundError(f"{url}: no such object, and no object under this prefix")
+    if not any_match:
+        raise DataError(f"{folder}: no object under this prefix matches the glob {shorten(glob)}")
+
+
+def _matches(parts: Sequence[str], steps: Sequence[str]) -> bool:
+    """Return whether the parts of a path match the steps of a glob, as in `Path.glob`."""
+    if not steps:
+        return not parts
+    if steps[0] == "**":
+        return any(_matches(parts[number:], steps[1:]) for number in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], steps[0]) and _matches(parts[1:], steps[1:])
 
 
 def _check_glob(glob: str) -> None:

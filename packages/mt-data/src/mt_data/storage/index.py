@@ -23,6 +23,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import IO
 
 import mt_files
@@ -128,17 +129,25 @@ class Index:
         return digest.hexdigest()
 
 
-def read_index(path: str, *, multimodal: bool = False) -> Index:
+def read_index(
+    file_path: str | Path, path: str | None = None, *, multimodal: bool = False
+) -> Index:
     """Read and check an `.idx` file.
 
     Every number in the file is checked against the size of the file before it is used for an
     allocation.
 
+    Args:
+        file_path: The file.
+        path: Its name in messages, where the file is a copy.
+        multimodal: Whether it has modes.
+
     Raises:
         DataFileError: Names the file, the offset, the expected and the actual value.
         FileError: The file can't be read.
     """
-    with mt_files.open_file(path) as file:
+    path = str(file_path) if path is None else path
+    with mt_files.open_file(file_path) as file:
         size = os.fstat(file.fileno()).st_size
         dtype, sequences, boundaries = _read_header(path, file, size)
         _check_size(path, size, sequences, boundaries, multimodal=multimodal)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import operator
 import os
-import weakref
 from functools import partial
 
 import mt_files
@@ -17,6 +14,8 @@ from numpy.typing import NDArray
 
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import read_index
+from mt_data.storage.objects import BLOCK, find_object, local_path, url_of
+from mt_data.storage.tokens import TokenBytes, TokenFile, TokenObject
 
 MAX_RECORD = 1 << 20
 
@@ -35,8 +34,12 @@ class IndexedDataset:
 
     An open dataset is in use: `IndexedWriter` does not replace it.
 
+    A pair in an object store is read by range, each read from the version that was there at the
+    opening: an object that changes is an error. Its index is copied to `~/.cache/mt/objects`, once
+    for each version.
+
     Args:
-        prefix: Path without the `.bin` / `.idx` ending.
+        prefix: Path without the `.bin` / `.idx` ending, or a URL such as `s3://bucket/corpus`.
         multimodal: Whether the index has a mode for each sequence (no header field says so).
 
     Attributes:
@@ -58,16 +61,19 @@ class IndexedDataset:
         self.multimodal = multimodal
         self.index_path = f"{self.prefix}.idx"
         self.token_path = f"{self.prefix}.bin"
-        self._index = read_index(self.index_path, multimodal=multimodal)
+        self._kept: tuple[object] | None = None
+        self._remote = url_of(self.prefix) is not None
+        index = find_object(self.index_path).cached() if self._remote else self.index_path
+        self._index = read_index(index, self.index_path, multimodal=multimodal)
         self._check_recorded_digest()
         self.dtype, self.num_tokens = self._index.dtype, self._index.num_tokens
         self.lengths, self.modes = self._index.lengths, self._index.modes
         self.document_index = self._index.document_index
-        file = mt_files.open_file(self.token_path)
-        self._descriptor = file.fileno()
-        self._finalizer = weakref.finalize(self, file.close)
-        with contextlib.suppress(OSError):  # no locks on this file system, or it is being replaced
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        self._bytes: TokenBytes = (
+            TokenObject(find_object(self.token_path))
+            if self._remote
+            else TokenFile(self.token_path)
+        )
         try:
             self._check_token_file()
         except DataFileError:
@@ -87,7 +93,7 @@ class IndexedDataset:
 
     def _check_token_file(self) -> None:
         expected = self.num_tokens * self.dtype.itemsize
-        actual = os.fstat(self._descriptor).st_size
+        actual = self._bytes.size
         if actual != expected:
             raise DataFileError(
                 self.token_path,
@@ -107,7 +113,7 @@ class IndexedDataset:
 
     def close(self) -> None:
         """Close the token file. Arrays read before stay valid."""
-        self._finalizer()
+        self._bytes.close()
 
     @property
     def num_documents(self) -> int:
@@ -152,22 +158,12 @@ class IndexedDataset:
         return self._read_tokens(start, length)
 
     def _read_tokens(self, start: int, length: int) -> NDArray:
-        if not self._finalizer.alive:
+        if self._bytes.closed:
             raise DataError(f"{self.token_path}: the dataset is closed; open it again to read")
         tokens = np.empty(length, self.dtype)
         if length == 0:
             return tokens
-        view = tokens.data.cast("B")
-        offset, done = start * self.dtype.itemsize, 0
-        while done < len(view):
-            count = os.preadv(self._descriptor, [view[done:]], offset + done)
-            if count == 0:
-                raise DataFileError(
-                    self.token_path,
-                    f"offset {offset}: expected {len(view)} bytes, read {done}; "
-                    "the file was cut short while open",
-                )
-            done += count
+        self._bytes.read_into(tokens.data.cast("B"), start * self.dtype.itemsize)
         return tokens
 
     @property
@@ -182,15 +178,25 @@ class IndexedDataset:
     def metadata(self) -> dict[str, object] | None:
         """Return the content of `<prefix>.json`; None if another tool wrote the dataset."""
         path = f"{self.prefix}.json"
-        if not os.path.exists(path):
-            return None
         try:
-            content = mt_files.read_json(path, limit=MAX_RECORD)
+            content = self._stored_record(path) if self._remote else _record(path)
         except mt_files.FileError as error:
             raise DataFileError(path, error.problem) from None
+        if content is None:
+            return None
         if not isinstance(content, dict):
             raise DataFileError(path, f"expected a JSON object, found {type(content).__name__}")
         return content
+
+    def _stored_record(self, path: str) -> object:
+        """Return the record of a pair in a store, which is read once."""
+        if self._kept is None:
+            try:
+                content = find_object(path).content(limit=MAX_RECORD)
+            except FileNotFoundError:
+                content = b"null"
+            self._kept = (mt_files.parse_json(content, name=path),)
+        return self._kept[0]
 
     def verify(self, *, remember: bool = False) -> None:
         """Compare both files with the digests recorded at the time of writing.
@@ -198,7 +204,9 @@ class IndexedDataset:
         Args:
             remember: Whether to keep the computed digests in `<prefix>.digests.json`, and to trust
                 them while a file's size, inode and times of change stay the same (see
-                `mt_files.sha256_file`). Then only the first verification reads the files.
+                `mt_files.sha256_file`). Then only the first verification reads the files. In a
+                store nothing is read for it: reading is bound to a version there, and the digest of
+                the index is compared at the opening.
 
         Raises:
             DataFileError: A digest differs or was never recorded.
@@ -210,20 +218,48 @@ class IndexedDataset:
                 "not found, so there is no digest to compare; only datasets written by "
                 "IndexedWriter have one",
             )
+        if self._remote:
+            if not remember:
+                self._verify_stored(recorded)
+            return
         cache = f"{self.prefix}.digests.json" if remember else None
         for path, key in ((self.token_path, "bin_sha256"), (self.index_path, "idx_sha256")):
-            expected, actual = recorded.get(key), mt_files.sha256_file(path, cache=cache)
-            if expected != actual:
-                raise DataFileError(
-                    path,
-                    f"content has changed: expected sha256 {shorten(expected)}, found {actual}; "
-                    "restore the file, or build the dataset again",
-                )
+            _compare(path, recorded.get(key), mt_files.sha256_file(path, cache=cache))
+
+    def _verify_stored(self, recorded: dict[str, object]) -> None:
+        digest, size = hashlib.sha256(), self._bytes.size
+        for start in range(0, size, BLOCK):
+            block = memoryview(bytearray(min(BLOCK, size - start)))
+            self._bytes.read_into(block, start)
+            digest.update(block)
+        _compare(self.token_path, recorded.get("bin_sha256"), digest.hexdigest())
 
 
-def check_prefix(prefix: str | os.PathLike[str]) -> str:
-    """Return a prefix as a string, and refuse the path of one of the two files."""
-    text = os.fspath(prefix)
+def _record(path: str) -> object:
+    """Return the record beside a pair on a disk; None if there is none."""
+    return mt_files.read_json(path, limit=MAX_RECORD) if os.path.exists(path) else None
+
+
+def _compare(path: str, expected: object, actual: str) -> None:
+    if expected != actual:
+        raise DataFileError(
+            path,
+            f"content has changed: expected sha256 {shorten(expected)}, found {actual}; "
+            "restore the file, or build the dataset again",
+        )
+
+
+def check_prefix(prefix: str | os.PathLike[str], *, writes: bool = False) -> str:
+    """Return a prefix as a string, and refuse the path of one of the two files.
+
+    Args:
+        prefix: A path, or a URL of an object store.
+        writes: Whether a dataset is to be written, which goes to a disk only.
+    """
+    text = url_of(prefix) or local_path(prefix)
+    if writes and url_of(prefix) is not None:
+        text = f"{text} is in an object store; write to a local disk and copy the files there, the "
+        raise DataError(text + ".json last")
     if text.endswith((".bin", ".idx")):
         raise DataError(f"{text!r} names one file of the pair; pass the prefix {text[:-4]!r}")
     if not os.path.basename(text):

@@ -50,7 +50,7 @@ class IndexedWriter:
         multimodal: bool = False,
         overwrite: bool = False,
     ) -> None:
-        self.prefix = check_prefix(prefix)
+        self.prefix = check_prefix(prefix, writes=True)
         self.dtype = storable_dtype(dtype)
         self.multimodal = multimodal
         self.overwrite = overwrite

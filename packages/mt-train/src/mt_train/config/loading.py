@@ -37,7 +37,7 @@ from mt_model import (
 
 from mt_train.config.document import COMMAND_LINE, apply_overrides, read_document
 from mt_train.config.kinds.registry import key_of_another_kind, load_installed_kinds, with_kind
-from mt_train.config.kinds.section import DataSection
+from mt_train.config.kinds.section import TOKEN_FILES, DataSection
 from mt_train.config.limits import MODEL, PATH
 from mt_train.config.misfits import clipped_heads, layout_misfits
 from mt_train.config.model_section import ModelSection
@@ -281,16 +281,16 @@ class _Paths:
     def data(self, data: DataSection) -> DataSection:
         changes: dict[str, Any] = {
             "train": tuple(
-                self._resolve(f"data.train[{i}]", prefix, data.endings)
+                self._prefix(f"data.train[{i}]", prefix, data.endings)
                 for i, prefix in enumerate(data.train)
             )
         }
         if isinstance(data.validation, str):
-            changes["validation"] = self._resolve("data.validation", data.validation, data.endings)
+            changes["validation"] = self._prefix("data.validation", data.validation, data.endings)
         elif data.validation is not None:
             changes["validation"] = {
                 name: tuple(
-                    self._resolve(f"data.validation.{name}", path, data.endings) for path in paths
+                    self._prefix(f"data.validation.{name}", path, data.endings) for path in paths
                 )
                 for name, paths in data.validation_sets.items()
             }
@@ -377,6 +377,17 @@ class _Paths:
         hint = f"data.glob=**/*{endings.most_common(1)[0][0]}" if endings else "data.glob=**/*"
         text = f"no file of {folder} matches {shorten(glob)}; try {hint}"
         self._add("data.glob", text)
+
+    def _prefix(self, field: str, text: str, endings: tuple[str, ...]) -> str:
+        """Resolve a path of data, which may be a URL of an object store; a run opens it."""
+        from mt_data import url_of
+
+        url = url_of(text)
+        if url is None:
+            return self._resolve(field, text, endings)
+        if endings != TOKEN_FILES:
+            self._add(field, f"{shorten(url, 200)}: this kind of rows is read from a local disk")
+        return url
 
     def _resolve(self, field: str, text: str, suffixes: tuple[str, ...] = ("",)) -> str:
         by_hand = self._document.place(field).startswith(COMMAND_LINE)

@@ -89,7 +89,8 @@ class DataSection:
         pattern: Rule by which that tokenizer splits text into words: `gpt2`, or `code`, which keeps
             runs of spaces together.
         validation_fraction: Share of the corpus's documents to hold out.
-        train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`.
+        train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`: paths, or URLs of an
+            object store such as `s3://bucket/corpus`.
         weights: Share of each entry of `train` in a batch; by default proportional to its number of
             tokens. With `phases` a share of 0 leaves a source out until a phase gives it one.
         phases: Other shares from some sample on, in their order: `{from: N, weights: [...]}` after
