@@ -259,7 +259,7 @@ def check_prefix(prefix: str | os.PathLike[str], *, writes: bool = False) -> str
     text = url_of(prefix) or local_path(prefix)
     if writes and url_of(prefix) is not None:
         text = f"{text} is in an object store; write to a local disk and copy the files there, the "
-        raise DataError(text + ".json last")
+        raise DataError(text + ".idx last")
     if text.endswith((".bin", ".idx")):
         raise DataError(f"{text!r} names one file of the pair; pass the prefix {text[:-4]!r}")
     if not os.path.basename(text):
