@@ -64,6 +64,7 @@ def rows() -> list[Row]:
     import checkpoints
     import commands
     import configuration
+    import conversations
     import folders
     import interfaces
     import kills
@@ -79,6 +80,7 @@ def rows() -> list[Row]:
         configuration,
         commands,
         interfaces,
+        conversations,
         folders,
         models,
         serving,
