@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import cast
@@ -189,5 +188,5 @@ class JoinedRows(RowDataset):
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return the arrays of a row; past the end, rows repeat."""
         number = index % len(self)
-        which = bisect_right(self._ends, number)
+        which = int(np.searchsorted(self._ends, number, side="right"))
         return self._datasets[which].row(number - (self._ends[which - 1] if which else 0))
