@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import random
 import re
@@ -211,9 +210,9 @@ def test_of_10000_connections_the_excess_is_refused_at_once(
 @pytest.mark.parametrize(
     ("number", "limit_s"),
     [
-        (200, math.inf),  # CI has other tests beside it
+        (200, 10),  # CI has other tests beside it
         pytest.param(200, 2, marks=pytest.mark.campaign),
-        pytest.param(1000, math.inf, marks=pytest.mark.campaign),
+        pytest.param(1000, 50, marks=pytest.mark.campaign),
     ],
 )
 def test_200_streams_all_end(
@@ -294,8 +293,7 @@ def test_follow_serves_each_saved_step_without_an_error(server: Process, folder:
 
 
 def test_a_killed_engine_is_seen_and_started_again(server: Process) -> None:
-    for _ in range(3):
-        kill(server)
+    assert max(kill(server) for _ in range(3)) < 1
     assert "the engine has ended, and is started again" in events(server)
 
 
@@ -322,27 +320,22 @@ def kill(server: Process) -> float:
     """Kill the engine under load.
 
     Returns:
-        Seconds until the server is not ready, less those in which it waited for a core.
+        Seconds until the server is not ready.
     """
     long, engine = ASK | {"max_tokens": 4000}, server.engines[0]
     with ThreadPoolExecutor(4) as pool:
         held = [pool.submit(server.complete, long) for _ in range(4)]
         wait_for(lambda: server.metric("num_requests_running") > 0)
-        waited, killed = waited_for_a_core(server), time.monotonic()
+        killed = time.monotonic()
         os.kill(engine, signal.SIGKILL)
         wait_for(lambda: server.site.get("/ready").status == 503)
-        seconds = time.monotonic() - killed - (waited_for_a_core(server) - waited)
+        seconds = time.monotonic() - killed
     assert {each.result().status for each in held} <= {200, 503}
     assert server.complete(ASK).status == 503
     wait_for(lambda: server.site.get("/ready").status == 200, 120)
     assert server.complete(ASK).status == 200
     assert server.engines[0] != engine
     return seconds
-
-
-def waited_for_a_core(server: Process) -> float:
-    """Seconds in which the server's main thread could run and had no core."""
-    return int(Path(f"/proc/{server.process.pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def test_sigterm_lets_accepted_requests_end(server: Process) -> None:
