@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mt_ckpt import (
@@ -213,6 +214,15 @@ class ThreadRanks(Ranks):
         self.barrier.wait(WAIT_SECONDS)
         return found if self.rank == 0 else []
 
+    def exchange(
+        self, outgoing: dict[int, np.ndarray], sizes: dict[int, int]
+    ) -> dict[int, np.ndarray]:
+        self.table["sent", self.rank] = outgoing
+        self.barrier.wait(WAIT_SECONDS)
+        found = {rank: self.table["sent", rank][self.rank] for rank in sizes}
+        self.barrier.wait(WAIT_SECONDS)
+        return found
+
     def _broadcast(self, value: dict[str, Any]) -> dict[str, Any]:
         if self.rank == 0:
             self.table["all"] = value
@@ -297,6 +307,7 @@ class Case:
     Attributes:
         before: Steps saved before, in this order.
         unnamed: Remove the file `latest`, as a save killed just before its end leaves the folder.
+        packed: Put the arrays into packs; with two ranks, these send each other boxes.
         step: The step that is saved.
         keep: Retention of that save.
     """
@@ -305,6 +316,7 @@ class Case:
     step: int = 30
     keep: int | None = None
     unnamed: bool = False
+    packed: bool = False
 
 
 CASES = {
@@ -313,6 +325,7 @@ CASES = {
     "retention": Case((10, 20), keep=1),
     "replaced": Case((30, 10), keep=2),
     "only one replaced": Case((30,), unnamed=True),
+    "packed": Case((10,), keep=1, packed=True),
 }
 NEW = 99  # seed of the saved values, other than those of any step before
 FAULTS = ["ENOSPC", "EIO", "full", "short", "short, then full", "stop before", "stop after"]
@@ -393,8 +406,11 @@ def rows(counts: list[int]) -> list[tuple[int, int, str, str]]:
 )
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_at_any_call_leaves_the_old_or_the_new_step(tmp_path, name, size, share):
+def test_a_fault_at_any_call_leaves_the_old_or_the_new_step(
+    tmp_path, monkeypatch, name, size, share
+):
     case = CASES[name]
+    monkeypatch.setattr("mt_ckpt.stored.packing.MIN_ARRAYS", 0 if case.packed else 256)
     prepare(tmp_path / "source", case)
     faults = rows(count_calls(tmp_path / "count", case, size))
     chosen = (
@@ -414,8 +430,9 @@ def test_a_fault_at_any_call_leaves_the_old_or_the_new_step(tmp_path, name, size
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_that_is_saved_survives_a_power_loss(tmp_path, name):
+def test_a_step_that_is_saved_survives_a_power_loss(tmp_path, monkeypatch, name):
     case = CASES[name]
+    monkeypatch.setattr("mt_ckpt.stored.packing.MIN_ARRAYS", 0 if case.packed else 256)
     root = prepare(tmp_path / "disk", case)
     disk = FaultDisk(Model(tmp_path / "disk"), threading.Lock())
     assert save_on_threads(root, case.step, case.keep, [disk], NEW) == [None]

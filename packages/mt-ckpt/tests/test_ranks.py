@@ -12,6 +12,7 @@ from mt_ckpt import (
     save_checkpoint,
     verify_checkpoint,
 )
+from mt_ckpt.stored import packing
 from mt_parallel_state import ParallelLayout, PartitionSpec, shard_param, sharding_of
 from mt_testing import KillAt, expect_kill
 
@@ -130,12 +131,21 @@ def test_moments_take_the_sharding_of_their_parameter():
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"tp": 2}, {"dp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2}], ids=str
+    ("sizes", "packed"),
+    [
+        ({"tp": 2}, False),
+        ({"dp": 2}, True),
+        ({"pp": 2}, False),
+        ({"tp": 2, "pp": 2}, True),
+        ({"tp": 2, "dp": 2}, True),
+    ],
+    ids=str,
 )
-def test_ranks_save_together_and_any_layout_loads(tmp_path, ranks, sizes):
+def test_ranks_save_together_and_any_layout_loads(tmp_path, ranks, sizes, packed):
     layout = ParallelLayout(**sizes)
 
     def save_and_load():
+        packing.MIN_ARRAYS = 0 if packed else 256
         _, _, shards = all_shards(layout, dist.get_rank())
         metadata = {"tag": 1} if dist.get_rank() == 0 else {}
         path = save_checkpoint(tmp_path, 5, shards, metadata, group=dist.group.WORLD, keep=1)
@@ -145,6 +155,7 @@ def test_ranks_save_together_and_any_layout_loads(tmp_path, ranks, sizes):
     paths = ranks(layout.world_size, save_and_load)
     assert set(paths) == {str(tmp_path / "step_00000005")}
     assert verify_checkpoint(paths[0]) == []
+    assert (latest_checkpoint(tmp_path) / "__packs").is_dir() == packed
     assert_loads(latest_checkpoint(tmp_path), ParallelLayout(), 0)
     other = ParallelLayout(tp=4)
     ranks(

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from mt_files import resolve_later
 
-from mt_ckpt.background import BackgroundSaver as BackgroundSaver
 from mt_ckpt.error import CheckpointError as CheckpointError
 from mt_ckpt.grid import Box as Box
 from mt_ckpt.hold import hold_checkpoint as hold_checkpoint
@@ -24,7 +23,9 @@ from mt_ckpt.shard import TensorShard as TensorShard
 from mt_ckpt.shard import param_shards as param_shards
 from mt_ckpt.state import load as load
 from mt_ckpt.state import save as save
-from mt_ckpt.verify import verify_checkpoint as verify_checkpoint
 
-if not TYPE_CHECKING:
+if TYPE_CHECKING:
+    from mt_ckpt.background import BackgroundSaver as BackgroundSaver
+    from mt_ckpt.verify import verify_checkpoint as verify_checkpoint
+else:
     __getattr__ = resolve_later(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,9 @@ import numpy as np
 from mt_ckpt.digest import CRC_BYTES
 from mt_ckpt.dtype import dtype_names, stored_dtype
 from mt_ckpt.grid import MAX_CHUNK_BYTES
+
+PACKS = "__packs"  # no array can have this name
+_PACK = re.compile(PACKS + r"/\d{5,18}\.zip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,25 +27,32 @@ class ArraySpec:
         dtype: Name of the tensor's dtype; `stored_dtype` has the one on disk.
         chunks: Shape of a chunk; the last one of a dim may reach over the end, as in Zarr.
         wide: Whether a bfloat16 is stored as a float32, as in format version 1.
+        pack: Path of the pack that holds the array's one chunk; None if its chunks are files.
+        offset: Offset of the chunk in the pack, in bytes.
     """
 
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[int, ...]
     wide: bool = False
+    pack: str | None = None
+    offset: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in dtype_names():
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(dtype_names())}")
-        sizes = (*self.shape, *self.chunks)
-        if not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
-            raise ValueError(f"shape {self.shape} or chunks {self.chunks} are not sizes")
+        for size in (*self.shape, *self.chunks):  # loops, for there may be many arrays
+            if type(size) is not int or not 0 <= size < 2**63:
+                raise ValueError(f"shape {self.shape} or chunks {self.chunks} are not sizes")
         if len(self.shape) != len(self.chunks) or 0 in self.chunks:
             raise ValueError(f"chunks {self.chunks} do not fit the shape {self.shape}")
-        if any(chunk > max(1, size) for chunk, size in zip(self.chunks, self.shape, strict=True)):
-            raise ValueError(f"chunks {self.chunks} are larger than the shape {self.shape}")
+        for chunk, size in zip(self.chunks, self.shape, strict=True):
+            if chunk > max(1, size):
+                raise ValueError(f"chunks {self.chunks} are larger than the shape {self.shape}")
         if (size := self.chunk_bytes - CRC_BYTES) > MAX_CHUNK_BYTES:
             raise ValueError(f"chunks {self.chunks} have {size} bytes, more than {MAX_CHUNK_BYTES}")
+        if self.pack is not None and not (_PACK.fullmatch(self.pack) and self.shape == self.chunks):
+            raise ValueError(f"{self.pack!r} is no pack, or the array is not one chunk")
 
     @property
     def stored(self) -> np.dtype:
@@ -49,13 +60,18 @@ class ArraySpec:
         return stored_dtype(self.dtype, wide=self.wide)
 
     @property
+    def size(self) -> int:
+        """Size of the values in bytes, as they are stored."""
+        return math.prod(self.shape) * self.stored.itemsize
+
+    @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk file in bytes."""
+        """Size of a chunk with its checksum in bytes."""
         return math.prod(self.chunks) * self.stored.itemsize + CRC_BYTES
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunk files."""
+        """Number of chunks."""
         return math.prod(-(-n // step) for n, step in zip(self.shape, self.chunks, strict=True))
 
     def chunk_files(self, name: str) -> Iterator[str]:

@@ -38,8 +38,21 @@ def digest_of(content: bytes | memoryview, algorithm: str = _ALGORITHM) -> str:
     return f"{algorithm}:{hashed.hexdigest()}"
 
 
+def crc32c(data: np.ndarray) -> np.ndarray:
+    """Return the crc32c of bytes as Zarr stores it.
+
+    Shape:
+        data: (any number of bytes,) uint8, contiguous.
+        result: (4,) uint8, little-endian.
+    """
+    import google_crc32c
+
+    value = google_crc32c.value(cast("bytes", data))
+    return np.frombuffer(value.to_bytes(CRC_BYTES, "little"), np.uint8)
+
+
 class Sums:
-    """The crc32c and the digest of a chunk, both of the blocks that were added."""
+    """The crc32c and the digest of a chunk, over the blocks added so far."""
 
     def __init__(self, algorithm: str = _ALGORITHM) -> None:
         import google_crc32c

@@ -6,14 +6,19 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import mt_files
 from mt_files import FileError
 
 from mt_ckpt.error import CheckpointError
-from mt_ckpt.threads import in_threads
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @contextlib.contextmanager
@@ -132,6 +137,30 @@ def sync_all(disk: Disk, paths: Iterable[Path]) -> None:
     """
     for _ in in_threads(lambda path: sync(disk, path), paths, threads=disk.threads):
         pass
+
+
+def in_threads(action: Callable[[T], R], items: Iterable[T], *, threads: int) -> Iterator[R]:
+    """Yield the result of `action` for each item, in order.
+
+    Items are taken as threads become free, so that few of them are in memory. The first error ends
+    the work: items that no thread has begun are dropped.
+
+    Args:
+        action: What each thread does with an item.
+        items: The items.
+        threads: Number of threads; twice as many items are taken and not yet yielded.
+    """
+    pending: deque[Future[R]] = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for item in items:
+            if len(pending) >= 2 * threads:
+                yield pending.popleft().result()
+            pending.append(pool.submit(action, item))
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def remove_tree(disk: Disk, path: Path) -> None:

@@ -26,6 +26,7 @@ _BITS = {
     "float8_e5m2": torch.uint8,
 }
 _WIDE = np.dtype("<f4")
+_DTYPES = {name: np.dtype(stored) for name, stored in _STORED.items()}
 
 
 def dtype_names() -> list[str]:
@@ -45,7 +46,7 @@ def stored_dtype(name: str, *, wide: bool = False) -> np.dtype:
         name: Name of the tensor's dtype.
         wide: Whether format version 1 stored it, where a bfloat16 became a float32.
     """
-    return _WIDE if wide and name == "bfloat16" else np.dtype(_STORED[name])
+    return _WIDE if wide and name == "bfloat16" else _DTYPES[name]
 
 
 def to_stored(tensor: torch.Tensor) -> np.ndarray:

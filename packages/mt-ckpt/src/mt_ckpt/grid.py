@@ -46,6 +46,8 @@ def plan_chunks(
         CheckpointError: The boxes leave a hole, overlap, or have no usable common chunk grid.
     """
     boxes = [box for box in boxes if math.prod(box.shape)]
+    if len(boxes) == 1 and boxes[0].shape == shape:
+        return _split(shape, list(shape), itemsize)
     cuts = [
         sorted({edge for box in boxes for edge in (box.offsets[dim], box.ends[dim])} | {0, size})
         for dim, size in enumerate(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ import torch.distributed as dist
 from mt_files import check_type
 
 from mt_ckpt.array import ArraySpec
-from mt_ckpt.content import open_checkpoint, read_shards
 from mt_ckpt.dtype import dtype_name
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import Manifest, check_step, read_manifest
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.shard import TensorShard
+from mt_ckpt.stored.content import open_checkpoint
+from mt_ckpt.stored.filling import Filler
 
 
 def load_checkpoint(
@@ -98,7 +100,11 @@ class ArrayReader:
                 "is requested",
                 tensor=shard.name,
             )
-        read_shards(self.path, self.manifest, [shard])
+        self._filler.fill([shard])
+
+    @functools.cached_property
+    def _filler(self) -> Filler:
+        return Filler(self.path, self.manifest)
 
 
 @contextlib.contextmanager
@@ -203,7 +209,7 @@ class _Load:
 
     def read(self) -> None:
         """Fill this rank's tensors."""
-        read_shards(self.path, self.manifest, self.shards)
+        Filler(self.path, self.manifest).fill(self.shards)
 
 
 def _near(name: str, candidates: list[str]) -> str:

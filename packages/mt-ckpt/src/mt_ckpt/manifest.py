@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,14 +24,21 @@ from mt_files import (
     open_file,
     read_bytes,
     shorten,
-    to_plain,
 )
 
 from mt_ckpt.array import ArraySpec, group_names
-from mt_ckpt.digest import is_digest
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.shard import check_name
-from mt_ckpt.value import MAX_BYTES, check_metadata, too_large
+from mt_ckpt.value import (
+    MAX_BYTES,
+    FileRecord,
+    array_record,
+    array_spec,
+    check_metadata,
+    file_record,
+    too_large,
+    typed,
+)
 
 T = TypeVar("T")
 MANIFEST = "mt-manifest.json"
@@ -38,25 +46,9 @@ FORMAT_VERSION = 2
 _STEP = re.compile(r"step_(\d{8,18})")
 _HEAD_BYTES = 4096
 _NODE_BYTES = 8192  # of one node's document; ours have about 600
+_PACK_NAME_BYTES = 64
 _SEAL = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n')
 _ADVICE = "Load another step, or restore the file from a copy."
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileRecord:
-    """Size of a file, and the digest of its content, which names its algorithm."""
-
-    size: int
-    digest: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArrayRecord:
-    """The description of an array in a manifest; see `ArraySpec`."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +73,15 @@ class Manifest:
         for name in self.arrays:
             check_name(name)
         check_nesting(list(self.arrays))
-        groups = group_names(list(self.arrays))
+        filed = {name: spec for name, spec in self.arrays.items() if spec.pack is None}
+        groups = group_names(list(filed))
         # Counted before they are listed: a forged shape must not make us list 2**60 chunks.
-        count = 1 + len(groups) + sum(1 + spec.num_chunks for spec in self.arrays.values())
+        count = 1 + len(groups) + sum(1 + spec.num_chunks for spec in filed.values())
+        count += len(self.packs)
         if count != len(self.files):
             raise ValueError(f"the arrays have {count} files, but {len(self.files)} are recorded")
-        expected = {"zarr.json", *(f"{group}/zarr.json" for group in groups)}
-        for name, spec in self.arrays.items():
+        expected = {"zarr.json", *(f"{group}/zarr.json" for group in groups), *self.packs}
+        for name, spec in filed.items():
             expected.add(f"{name}/zarr.json")
             for path in spec.chunk_files(name):
                 expected.add(path)
@@ -95,12 +89,45 @@ class Manifest:
                     raise ValueError(f"{path}: a chunk has {spec.chunk_bytes} bytes")
         if odd := sorted(expected ^ set(self.files)):
             raise ValueError(f"{odd[0]!r}: no array has it or no record has it")
-        nodes = [*groups, *self.arrays]
+        nodes = [*groups, *filed]
         limits = {f"{name}/zarr.json": _NODE_BYTES for name in nodes}
         limits["zarr.json"] = sum((_NODE_BYTES + len(name) for name in nodes), _NODE_BYTES)
+        limits["zarr.json"] += _PACK_NAME_BYTES * len(self.packs)
         for path, limit in limits.items():
             if self.files[path].size > limit:
                 raise ValueError(f"{path}: a document of Zarr has at most {limit} bytes here")
+        for path, arrays in self.packs.items():
+            self._check_pack(path, arrays)
+
+    def _check_pack(self, path: str, arrays: Mapping[str, ArraySpec]) -> None:
+        """Raise ValueError if a pack is larger than a save writes, or a chunk lies outside."""
+        size, nodes = self.files[path].size, [*group_names(list(arrays)), *arrays]
+        limit = sum(2 * _NODE_BYTES + 8 * len(name) for name in nodes) + 2 * _NODE_BYTES
+        limit += sum(spec.chunk_bytes for spec in arrays.values())
+        if size > limit:
+            raise ValueError(f"{path}: a pack of these arrays has at most {limit} bytes")
+        for name, spec in arrays.items():
+            if not 0 <= spec.offset <= size - spec.chunk_bytes:
+                raise ValueError(f"{name}: its chunk lies outside of {path}")
+
+    @functools.cached_property
+    def packs(self) -> dict[str, dict[str, ArraySpec]]:
+        """The arrays of each pack, by the pack's path."""
+        found: dict[str, dict[str, ArraySpec]] = {}
+        for name, spec in self.arrays.items():
+            if spec.pack is not None:
+                found.setdefault(spec.pack, {})[name] = spec
+        return found
+
+    def digests(self, prefix: str) -> dict[str, str]:
+        """Return the digests of all files with arrays whose names start with `prefix`, by path."""
+        paths = [path for path in self.files if path.startswith(prefix)]
+        paths += [
+            path
+            for path, arrays in self.packs.items()
+            if any(name.startswith(prefix) for name in arrays)
+        ]
+        return {path: self.files[path].digest for path in paths}
 
     def metadata_as(self, cls: type[T]) -> T:
         """Return the metadata of a run as a dataclass, with every type checked.
@@ -147,10 +174,14 @@ class Manifest:
             },
             "step": self.step,
             "metadata": self.metadata,
-            "arrays": {name: _array_record(spec) for name, spec in self.arrays.items()},
+            "arrays": {name: array_record(spec) for name, spec in self.arrays.items()},
             "files": {path: [item.size, item.digest] for path, item in self.files.items()},
         }
-        rest = json.dumps(body, indent=0, allow_nan=False).removeprefix("{\n").encode() + b"\n"
+        lines = (
+            f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"
+            for key, value in body.items()
+        )
+        rest = ",\n".join(lines).encode() + b"\n}\n"
         if problem := too_large(rest):
             raise CheckpointError(
                 f"the manifest of step {self.step} {problem}. Save fewer and larger arrays, and "
@@ -220,15 +251,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
         found = _check_version(path, body)
         check_metadata(body.get("metadata"))
         return Manifest(
-            step=_typed(body, "step", int),
-            metadata=_typed(body, "metadata", dict),
+            step=typed(body, "step", int),
+            metadata=typed(body, "metadata", dict),
             arrays={
-                name: _array_spec(build(ArrayRecord, value, name), found)
-                for name, value in _typed(body, "arrays", dict).items()
+                name: array_spec(name, value, found)
+                for name, value in typed(body, "arrays", dict).items()
             },
             files={
-                name: _record(name, value, found)
-                for name, value in _typed(body, "files", dict).items()
+                name: file_record(name, value, found)
+                for name, value in typed(body, "files", dict).items()
             },
         )
     except (ValueError, TypeError) as error:
@@ -295,47 +326,18 @@ def _check_version(path: Path, body: dict[str, Any]) -> int:
     """Return the format version of a manifest."""
     if body.get("format") != "mt-ckpt":
         raise ValueError(f"format is {body.get('format')!r}, not 'mt-ckpt'")
-    found = _typed(body, "format_version", int)
+    found = typed(body, "format_version", int)
     if found < 1:
         raise ValueError(f"format_version is {found}; versions start at 1")
     if found > FORMAT_VERSION:
         raise CheckpointError(
             f"{path}: written in format version {found} by mt-ckpt "
-            f"{_typed(body, 'versions', dict).get('mt-ckpt')}; this is mt-ckpt "
+            f"{typed(body, 'versions', dict).get('mt-ckpt')}; this is mt-ckpt "
             f"{version('mt-ckpt')}, which reads format versions up to {FORMAT_VERSION}. "
             "Upgrade mt-ckpt",
             file=MANIFEST,
         )
     return found
-
-
-def _array_record(spec: ArraySpec) -> dict[str, Any]:
-    return to_plain(ArrayRecord(shape=spec.shape, dtype=spec.dtype, chunks=spec.chunks))
-
-
-def _array_spec(record: ArrayRecord, version: int) -> ArraySpec:
-    return ArraySpec(
-        shape=record.shape, dtype=record.dtype, chunks=record.chunks, wide=version == 1
-    )
-
-
-def _typed(body: dict[str, Any], key: str, kind: type) -> Any:
-    value = body.get(key)
-    if type(value) is not kind:
-        raise ValueError(f"{key!r} must be a JSON {kind.__name__}, not {value!r:.60}")
-    return value
-
-
-def _record(name: str, value: Any, version: int) -> FileRecord:
-    safe = not name.startswith("/") and not set(name.split("/")) & {"", ".", ".."}
-    if not safe or "\\" in name or "\0" in name:
-        raise ValueError(f"path {name!r} leads out of the checkpoint")
-    match value:
-        case [int(size), str(digest)] if size >= 0:
-            named = f"sha256:{digest}" if version == 1 else digest
-            if is_digest(named):
-                return FileRecord(size=size, digest=named)
-    raise ValueError(f"the record of {name!r} must be [size, digest]")
 
 
 def _damaged(path: Path, reason: str) -> CheckpointError:

@@ -4,46 +4,45 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mt_ckpt.array import ArraySpec, group_names
 
 
-def zarr_documents(arrays: Mapping[str, ArraySpec], *, step: int) -> dict[str, bytes]:
-    """Return the content of every `zarr.json` of a step directory, by path.
+def zarr_documents(
+    arrays: Mapping[str, ArraySpec], *, step: int, packs: Sequence[str] = ()
+) -> dict[str, bytes]:
+    """Return the content of every `zarr.json` of a step directory or of a pack, by path.
 
     zarr-python writes one document per dtype. The documents of the arrays differ in shape and chunk
     shape only, and filling these in takes microseconds, while creating an array takes a
     millisecond. The root document contains the consolidated metadata (zarr-python's convention), so
     one read opens a checkpoint.
     """
-    nodes: dict[str, dict[str, Any]] = {
-        name: {"zarr_format": 3, "node_type": "group", "attributes": {}}
-        for name in group_names(list(arrays))
-    }
+    group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}})
+    nodes = dict.fromkeys(group_names(list(arrays)), group)
     for name, spec in arrays.items():
-        grid = {"name": "regular", "configuration": {"chunk_shape": list(spec.chunks)}}
-        nodes[name] = _array_document(spec.dtype, wide=spec.wide) | {
-            "shape": list(spec.shape),
-            "chunk_grid": grid,
-        }
-    nodes = dict(sorted(nodes.items()))
+        before, between, after = _array_document(spec.dtype, wide=spec.wide)
+        nodes[name] = f"{before}{[*spec.shape]}{between}{[*spec.chunks]}{after}"
+    inner = ", ".join(f"{json.dumps(name)}: {text}" for name, text in sorted(nodes.items()))
     root = {
         "zarr_format": 3,
         "node_type": "group",
-        "attributes": {"mt.step": step},
-        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
+        "attributes": {"mt.step": step} | ({"mt.packs": list(packs)} if packs else {}),
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": {}},
     }
-    documents = {f"{name}/zarr.json": json.dumps(node).encode() for name, node in nodes.items()}
-    return {"zarr.json": json.dumps(root).encode()} | documents
+    documents = {f"{name}/zarr.json": text.encode() for name, text in sorted(nodes.items())}
+    head = json.dumps(root).removesuffix("{}}}")
+    return {"zarr.json": f"{head}{{{inner}}}}}}}".encode()} | documents
 
 
 @functools.cache
-def _array_document(dtype: str, *, wide: bool) -> dict[str, Any]:
+def _array_document(dtype: str, *, wide: bool) -> tuple[str, str, str]:
     """Return zarr-python's document for an array of this dtype, with our codecs and chunk keys.
 
-    Nobody changes the result, so it is made once in a process.
+    Returns:
+        The text before, between and after the array's shape and the shape of its chunks.
     """
     import zarr
     from zarr.codecs import BytesCodec, Crc32cCodec
@@ -62,4 +61,9 @@ def _array_document(dtype: str, *, wide: bool) -> dict[str, Any]:
         fill_value=0,
         attributes={"mt.dtype": dtype},
     )
-    return json.loads(files["zarr.json"].to_bytes())
+    document = json.loads(files["zarr.json"].to_bytes())
+    document["shape"] = "SHAPE"
+    document["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": "CHUNKS"}}
+    before, _, rest = json.dumps(document).partition('"SHAPE"')
+    between, _, after = rest.partition('"CHUNKS"')
+    return before, between, after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from mt_ckpt.error import CheckpointError
 from mt_ckpt.grid import Box, plan_chunks
 from mt_ckpt.manifest import check_nesting
 from mt_ckpt.shard import TensorShard
+from mt_ckpt.stored.packing import Pack, plan_packs
 
 
 def describe_shards(shards: Iterable[TensorShard]) -> list[dict[str, Any]]:
@@ -28,8 +30,8 @@ def describe_shards(shards: Iterable[TensorShard]) -> list[dict[str, Any]]:
     ]
 
 
-def plan_arrays(reports: list[list[dict[str, Any]]]) -> dict[str, ArraySpec]:
-    """Return the arrays of all ranks, and check that the boxes tile each one.
+def plan_arrays(reports: list[list[dict[str, Any]]]) -> tuple[dict[str, ArraySpec], list[Pack]]:
+    """Return the arrays of all ranks and their packs, and check that the boxes tile each array.
 
     Args:
         reports: The `describe_shards` of each rank.
@@ -54,11 +56,14 @@ def plan_arrays(reports: list[list[dict[str, Any]]]) -> dict[str, ArraySpec]:
                 place = {key: tuple(item[key]) for key in ("offsets", "shape")}
                 boxes[name].append(Box(rank=rank, **place))
     check_nesting(list(kinds))
-    return {
-        name: ArraySpec(
-            shape=shape,
-            dtype=dtype,
-            chunks=plan_chunks(name, shape, stored_dtype(dtype).itemsize, boxes[name]),
+    items = {name: stored_dtype(dtype).itemsize for name, (_, dtype) in kinds.items()}
+    packs = plan_packs({n: math.prod(shape) * items[n] for n, (shape, _) in kinds.items()}, boxes)
+    of = {name: pack.file for pack in packs for name in pack.boxes}
+    arrays = {}
+    for name, (shape, dtype) in sorted(kinds.items()):
+        chunks = plan_chunks(name, shape, items[name], boxes[name])  # checks the boxes as well
+        pack = of.get(name)
+        arrays[name] = ArraySpec(
+            shape=shape, dtype=dtype, chunks=shape if pack else chunks, pack=pack
         )
-        for name, (shape, dtype) in sorted(kinds.items())
-    }
+    return arrays, packs

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from mt_files import check_type
@@ -55,6 +56,25 @@ class Ranks:
                 verdict["error"], file=verdict["file"], tensor=verdict["tensor"]
             ) from cause
         return verdict["value"]
+
+    def exchange(
+        self, outgoing: dict[int, np.ndarray], sizes: dict[int, int]
+    ) -> dict[int, np.ndarray]:
+        """Send bytes to other ranks, and receive as many as `sizes` says from each.
+
+        Collectives: a send and a receive for each pair of ranks, all under way together. What one
+        rank sends has to be what the other expects.
+        """
+        received = {rank: torch.empty(size, dtype=torch.uint8) for rank, size in sizes.items()}
+        works = [
+            dist.irecv(data, group=self.group, group_src=rank) for rank, data in received.items()
+        ]
+        sent = {rank: torch.from_numpy(data) for rank, data in outgoing.items()}
+        works += [dist.isend(data, group=self.group, group_dst=rank) for rank, data in sent.items()]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return {rank: data.numpy() for rank, data in received.items()}
 
     def _first_failure(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         failures = [(rank, item) for rank, item in enumerate(reports) if "error" in item]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from mt_files import check_type
 
-from mt_ckpt.array import ArraySpec
-from mt_ckpt.chunk import ChunkWriter
+from mt_ckpt.array import PACKS, ArraySpec
 from mt_ckpt.digest import digest_of
 from mt_ckpt.disk import (
     Disk,
     create_file,
     disk_errors,
+    in_threads,
     make_folders,
     remove_tree,
     sync,
@@ -27,7 +27,7 @@ from mt_ckpt.disk import (
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.grid import Box, chunk_indices
 from mt_ckpt.lock import claim
-from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, step_name
+from mt_ckpt.manifest import MANIFEST, Manifest, step_name
 from mt_ckpt.metadata import zarr_documents
 from mt_ckpt.plan import describe_shards, plan_arrays
 from mt_ckpt.ranks import Ranks
@@ -42,8 +42,9 @@ from mt_ckpt.root import (
     set_aside,
 )
 from mt_ckpt.shard import TensorShard
-from mt_ckpt.threads import in_threads
-from mt_ckpt.value import check_metadata
+from mt_ckpt.stored.chunk import ChunkWriter
+from mt_ckpt.stored.gathering import Gathering, packs_from_json, packs_to_json
+from mt_ckpt.value import FileRecord, check_metadata
 
 # A run that went back replaces a step after this wait even if a reader still holds it.
 _READERS_SECONDS = 20.0
@@ -63,8 +64,9 @@ def save_checkpoint(
 
     All files are written and synced under a hidden name, which is then renamed to
     `root/step_00000020`; after that `root/latest` names it. Whenever a process is killed, the
-    checkpoint that `latest` names is complete. Small gathers and broadcasts run over `group`; no
-    array data is sent. From its plan to the removal of old steps, a save holds a lock on `root`.
+    checkpoint that `latest` names is complete. Small gathers and broadcasts run over `group`, and
+    boxes of small arrays that several ranks hold go to one of them. From its plan to the removal
+    of old steps, a save holds a lock on `root`.
 
     Args:
         root: Folder of the checkpoints, on a file system that all ranks share.
@@ -124,7 +126,10 @@ class Save:
         with self.lock:
             try:
                 plan = ranks.phase(self.describe, self.prepare)
-                ranks.phase(lambda: self.write(plan), self.commit)
+                gathering = Gathering(*packs_from_json(plan["packs"]), self.shards, ranks.rank)
+                if gathering.moves:
+                    ranks.phase(lambda: gathering.exchange(ranks), lambda _: None)
+                ranks.phase(lambda: self.write(plan, gathering), self.commit)
             except BaseException:
                 self.discard()
                 raise
@@ -147,7 +152,7 @@ class Save:
         steps = [report["step"] for report in reports]
         if set(steps) != {self.step}:
             raise CheckpointError(f"the ranks save different steps: {steps}")
-        self.arrays = plan_arrays([report["shards"] for report in reports])
+        self.arrays, packs = plan_arrays([report["shards"] for report in reports])
         total = sum(spec.num_chunks * spec.chunk_bytes for spec in self.arrays.values())
         make_folders(self.disk, self.root)
         if self.locks:
@@ -155,7 +160,8 @@ class Save:
         self.check_free()
         temp = hidden_name(self.root, step_name(self.step), "tmp")
         self.temp = temp  # from here on, a failure removes it
-        documents = zarr_documents(self.arrays, step=self.step)
+        filed = {name: spec for name, spec in self.arrays.items() if spec.pack is None}
+        documents = zarr_documents(filed, step=self.step, packs=[pack.file for pack in packs])
         for path in sorted(documents, key=lambda path: Path(path).parent):  # parents come first
             folder = (temp / path).parent
             with disk_errors("create", folder):
@@ -163,8 +169,15 @@ class Save:
             create_file(self.disk, temp / path, documents[path], total=total)
             content = documents[path]
             self.files[path] = FileRecord(size=len(content), digest=digest_of(content))
-        chunks = {name: spec.chunks for name, spec in self.arrays.items()}
-        return {"temp": self.temp.name, "chunks": chunks, "total": total}
+        if packs:
+            with disk_errors("create", temp / PACKS):
+                self.disk.mkdir(temp / PACKS)
+        return {
+            "temp": temp.name,
+            "chunks": {name: spec.chunks for name, spec in filed.items()},
+            "packs": packs_to_json(packs, self.arrays),
+            "total": total,
+        }
 
     def check_free(self) -> int | None:
         """Refuse to replace a final step, and return the step that `latest` names, if any."""
@@ -183,8 +196,8 @@ class Save:
             )
         return next((step for step, path in steps.items() if path == named), None)
 
-    def write(self, plan: dict[str, Any]) -> dict[str, list[Any]]:
-        """Write and sync the chunks of this rank's boxes, on every rank."""
+    def write(self, plan: dict[str, Any], gathering: Gathering) -> dict[str, list[Any]]:
+        """Write and sync the packs of this rank and the chunks of its boxes, on every rank."""
         self.event("save.arrays")
         temp = self.root / plan["temp"]
         if not temp.is_dir():
@@ -201,8 +214,14 @@ class Save:
             sync(self.disk, path)
             return [chunk.path, chunk.size, chunk.sums.digest]
 
+        records: dict[str, list[Any]] = {}
+        for pack in gathering.own:
+            content, offsets = gathering.content(pack, step=self.step)
+            create_file(self.disk, temp / pack.file, content, total=plan["total"])
+            sync(self.disk, temp / pack.file)
+            records[pack.file] = [len(content), digest_of(content), offsets]
         written = in_threads(write, self.chunks(plan["chunks"]), threads=self.disk.threads)
-        records = {path: record for path, *record in written}
+        records |= {path: record for path, *record in written}
         self.event("save.data")
         return records
 
@@ -214,7 +233,7 @@ class Save:
         self.shards.reverse()
         while self.shards:
             shard = self.shards.pop()
-            if shard.write:
+            if shard.write and shard.name in grids:
                 shape = tuple(grids[shard.name])
                 box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
                 for index in chunk_indices(box, shape):
@@ -226,8 +245,10 @@ class Save:
         assert temp is not None, "prepare has made it"  # noqa: S101 - for the type checker
         metadata_files = list(self.files)
         for report in reports:
-            for path, (size, digest) in report.items():
+            for path, (size, digest, *offsets) in report.items():
                 self.files[path] = FileRecord(size=size, digest=digest)
+                for name, offset in (offsets[0] if offsets else {}).items():
+                    self.arrays[name] = replace(self.arrays[name], offset=offset)
         manifest = Manifest(
             step=self.step, metadata=self.metadata, arrays=self.arrays, files=self.files
         )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mt_ckpt.array import ArraySpec
-from mt_ckpt.content import open_checkpoint, read_shards
 from mt_ckpt.disk import Disk, disk_errors, make_folders
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
@@ -27,6 +26,8 @@ from mt_ckpt.root import (
 )
 from mt_ckpt.save import Save
 from mt_ckpt.shard import TensorShard, check_name
+from mt_ckpt.stored.content import open_checkpoint
+from mt_ckpt.stored.filling import Filler
 
 _KEY = "mt.state"
 _MAX_DEPTH = 64
@@ -90,10 +91,10 @@ def load(path: str | Path, *, device: torch.device | str = "cpu") -> dict[Any, A
     with hold_checkpoint(path) as found:
         manifest = open_checkpoint(found)
         encoded = _encoded(found, manifest)
-        tensors = {}
+        tensors, filler = {}, Filler(found, manifest)
         for name, spec in manifest.arrays.items():
             tensor = _allocate(found, name, spec)
-            read_shards(found, manifest, [TensorShard(name, tensor)])
+            filler.fill([TensorShard(name, tensor)])
             tensors[name] = tensor.to(device)
     try:
         match _decode(encoded, tensors, 0):

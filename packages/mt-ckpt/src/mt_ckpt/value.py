@@ -1,9 +1,13 @@
-"""The JSON values of a manifest: what it may hold, and how much."""
+"""The JSON values of a manifest: what it may hold and how much, and the records of its files."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
+
+from mt_ckpt.array import ArraySpec
+from mt_ckpt.digest import is_digest
 
 MAX_BYTES = 128 * 2**20
 # A parsed value takes up to a hundred bytes, however short its text is.
@@ -43,3 +47,62 @@ def too_large(text: bytes) -> str | None:
     if values > _MAX_VALUES:
         return f"has about {values} values; at most {_MAX_VALUES} are read of a manifest"
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """Size of a file, and the digest of its content, which names its algorithm."""
+
+    size: int
+    digest: str
+
+
+def array_record(spec: ArraySpec) -> dict[str, Any]:
+    """Return the description of an array as JSON."""
+    record: dict[str, Any] = {"shape": list(spec.shape), "dtype": spec.dtype}
+    if spec.pack is None:
+        return record | {"chunks": list(spec.chunks)}
+    return record | {"pack": spec.pack, "offset": spec.offset}
+
+
+def array_spec(name: str, record: Any, version: int) -> ArraySpec:
+    """Return the description of an array; by hand, as there may be 100,000."""
+    match record:
+        case {"shape": list(shape), "dtype": str(dtype), "chunks": list(chunks)} if (
+            len(record) == 3
+        ):
+            return ArraySpec(
+                shape=tuple(shape), dtype=dtype, chunks=tuple(chunks), wide=version == 1
+            )
+        case {
+            "shape": list(shape),
+            "dtype": str(dtype),
+            "pack": str(pack),
+            "offset": offset,
+        } if len(record) == 4 and version > 1 and type(offset) is int:
+            size = tuple(shape)
+            return ArraySpec(shape=size, dtype=dtype, chunks=size, pack=pack, offset=offset)
+    raise ValueError(
+        f"the record of {name!r:.300} must be shape and dtype, with chunks or with pack and offset"
+    )
+
+
+def typed(body: dict[str, Any], key: str, kind: type) -> Any:
+    """Return the value of a key, which must be of one JSON type."""
+    value = body.get(key)
+    if type(value) is not kind:
+        raise ValueError(f"{key!r} must be a JSON {kind.__name__}, not {value!r:.60}")
+    return value
+
+
+def file_record(name: str, value: Any, version: int) -> FileRecord:
+    """Return the record of a file, whose path may not lead out of the checkpoint."""
+    safe = not name.startswith("/") and not set(name.split("/")) & {"", ".", ".."}
+    if not safe or "\\" in name or "\0" in name:
+        raise ValueError(f"path {name!r} leads out of the checkpoint")
+    match value:
+        case [int(size), str(digest)] if size >= 0:
+            named = f"sha256:{digest}" if version == 1 else digest
+            if is_digest(named):
+                return FileRecord(size=size, digest=named)
+    raise ValueError(f"the record of {name!r} must be [size, digest]")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 from mt_files import FileError, parse_json
 
-from mt_ckpt.content import DamageError, damage, inventory, read_chunk, read_file
 from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest
 from mt_ckpt.metadata import zarr_documents
+from mt_ckpt.stored.content import DamageError, damage, inventory, read_chunk, read_file, read_pack
+from mt_ckpt.stored.packing import pack_bytes, read_zip
 
 
 def verify_checkpoint(path: str | Path) -> list[Problem]:
@@ -34,11 +36,15 @@ def _verify(path: Path) -> list[Problem]:
     manifest = read_manifest(path)
     problems = inventory(path, manifest)
     bad = {problem.file for problem in problems}
-    documents = zarr_documents(manifest.arrays, step=manifest.step)
+    filed = {name: spec for name, spec in manifest.arrays.items() if spec.pack is None}
+    documents = zarr_documents(filed, step=manifest.step, packs=sorted(manifest.packs))
     for name in sorted(set(manifest.files) - bad):
         try:
             if name in documents:
-                _check_document(path, manifest, name, documents[name])
+                content = read_file(path, manifest, name)
+                _check_document(path, manifest, name, content, documents[name])
+            elif name in manifest.packs:
+                _check_pack(path, manifest, name)
             else:
                 read_chunk(path, manifest, name)
         except DamageError as error:
@@ -46,9 +52,27 @@ def _verify(path: Path) -> list[Problem]:
     return problems
 
 
-def _check_document(path: Path, manifest: Manifest, name: str, expected: bytes) -> None:
+def _check_pack(path: Path, manifest: Manifest, name: str) -> None:
+    """Raise DamageError if a pack is damaged, or its zip holds other arrays than the manifest."""
+    content, arrays = read_pack(path, manifest, name), manifest.packs[name]
+    chunks = {
+        array: np.frombuffer(content, np.uint8, spec.chunk_bytes, spec.offset)
+        for array, spec in arrays.items()
+    }
+    if pack_bytes(arrays, chunks, step=manifest.step)[0] == content:
+        return
+    # The zip or a document has another form, which may be as good.
+    entries, problem = read_zip(content, arrays, step=manifest.step)
+    if problem:
+        raise damage(path, manifest, name, problem)
+    for entry, expected in zarr_documents(arrays, step=manifest.step).items():
+        _check_document(path, manifest, name, entries[entry], expected)
+
+
+def _check_document(
+    path: Path, manifest: Manifest, name: str, data: bytes, expected: bytes
+) -> None:
     """Raise DamageError if a zarr.json describes other arrays than the manifest."""
-    data = read_file(path, manifest, name)
     try:
         found = parse_json(data, name=path / name)
     except FileError as error:

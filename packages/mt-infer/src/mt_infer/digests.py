@@ -23,13 +23,9 @@ def run_digest(run: Run) -> str:
     recorded, without the optimizer's, and of a folder of Hugging Face all of its tensors' files.
     """
     if isinstance(run.source, Path):
-        prefix = f"{RunFolder.WEIGHTS}/"
-        records = inspect_checkpoint(run.source).files
-        files = {
-            name: each.digest.removeprefix("sha256:")  # as it was before others were there
-            for name, each in records.items()
-            if name.startswith(prefix)
-        }
+        digests = inspect_checkpoint(run.source).digests(f"{RunFolder.WEIGHTS}/")
+        # The first format version had no names of algorithms, and these digests stay.
+        files = {name: digest.removeprefix("sha256:") for name, digest in digests.items()}
         adapters = inspect_checkpoint(run.source).metadata_as(SavedModel).adapters
         if adapters is not None:
             files["base"] = adapters.sha256

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import torch
 from mt_files import FileError, open_file
 
-from mt_ckpt.array import chunk_file
-from mt_ckpt.chunk import BLOCK_BYTES
-from mt_ckpt.digest import CRC_BYTES, Sums, digest_of
+from mt_ckpt.array import ArraySpec
+from mt_ckpt.digest import CRC_BYTES, Sums, crc32c, digest_of
 from mt_ckpt.disk import list_files
-from mt_ckpt.dtype import dtype_name, from_stored
 from mt_ckpt.error import CheckpointError, Problem
-from mt_ckpt.grid import Box, chunk_indices, overlap
-from mt_ckpt.manifest import MANIFEST, FileRecord, Manifest, other_step, read_manifest
-from mt_ckpt.shard import TensorShard
-from mt_ckpt.threads import in_threads
+from mt_ckpt.manifest import MANIFEST, Manifest, other_step, read_manifest
+from mt_ckpt.stored.chunk import BLOCK_BYTES
+from mt_ckpt.value import FileRecord
 
-THREADS = 4
+_WRONG_CRC = "its crc32c is not that of its values, so other programs would refuse it"
 _ADVICE = "Load another step, or restore the files from a copy."
 
 
@@ -63,9 +57,12 @@ class DamageError(CheckpointError):
     problem: Problem
 
 
-def damage(path: Path, manifest: Manifest, name: str, reason: str) -> DamageError:
-    """Return the error for a damaged file."""
-    problem = Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
+def damage(
+    path: Path, manifest: Manifest, name: str, reason: str, *, tensor: str | None = None
+) -> DamageError:
+    """Return the error for a damaged file, which by default belongs to the array of its folder."""
+    tensor = manifest.tensor_of(name) if tensor is None else tensor
+    problem = Problem(file=name, tensor=tensor, reason=reason)
     error = DamageError.from_problems(f"{path} is damaged", [problem], _ADVICE)
     error.problem = problem
     return error
@@ -87,24 +84,51 @@ def _opened(path: Path, manifest: Manifest, name: str) -> Iterator[BinaryIO]:
         raise damage(path, manifest, name, reason) from error
 
 
-def _check(path: Path, manifest: Manifest, name: str, digest: str) -> None:
+def _check(
+    path: Path, manifest: Manifest, name: str, digest: str, *, tensor: str | None = None
+) -> None:
     recorded = manifest.files[name].digest
     if digest != recorded:
         algorithm = recorded.partition(":")[0]
         reason = f"its content has changed: the {algorithm} differs from the manifest's"
-        raise damage(path, manifest, name, reason)
+        raise damage(path, manifest, name, reason, tensor=tensor)
 
 
 def read_file(path: Path, manifest: Manifest, name: str) -> bytes:
-    """Return the verified content of a document, whose size the manifest bounds.
+    """Return the verified content of a document or a pack, whose size the manifest bounds.
 
     Raises:
-        DamageError: It is not what the manifest says.
+        DamageError: It is not what the manifest says. Of a pack, the error names the first array
+            whose chunk is damaged.
     """
     with _opened(path, manifest, name) as stream:
         content = stream.read(manifest.files[name].size)
-    algorithm = manifest.files[name].digest.partition(":")[0]
-    _check(path, manifest, name, digest_of(content, algorithm))
+    digest = digest_of(content, manifest.files[name].digest.partition(":")[0])
+    tensor = None
+    if digest != manifest.files[name].digest:
+        tensor = next(_damaged_arrays(content, manifest.packs.get(name, {})), None)
+    _check(path, manifest, name, digest, tensor=tensor)
+    return content
+
+
+def _damaged_arrays(content: bytes, arrays: Mapping[str, ArraySpec]) -> Iterator[str]:
+    """Yield the arrays of a pack whose crc32c is not that of their values."""
+    data = np.frombuffer(content, np.uint8)
+    for name, spec in arrays.items():
+        chunk = data[spec.offset : spec.offset + spec.chunk_bytes]
+        if crc32c(chunk[:-CRC_BYTES]).tobytes() != chunk[-CRC_BYTES:].tobytes():
+            yield name
+
+
+def read_pack(path: Path, manifest: Manifest, name: str) -> bytes:
+    """Return the verified content of a pack, with the crc32c of each chunk in it checked.
+
+    Raises:
+        DamageError: See `read_file`.
+    """
+    content = read_file(path, manifest, name)
+    if tensor := next(_damaged_arrays(content, manifest.packs[name]), None):
+        raise damage(path, manifest, name, _WRONG_CRC, tensor=tensor)
     return content
 
 
@@ -134,8 +158,7 @@ def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray | Non
     sums.add_crc(crc)
     _check(path, manifest, name, sums.digest)
     if not np.array_equal(crc, found):
-        reason = "its crc32c is not that of its values, so other programs would refuse it"
-        raise damage(path, manifest, name, reason)
+        raise damage(path, manifest, name, _WRONG_CRC)
 
 
 def _fill(stream: BinaryIO, block: np.ndarray) -> None:
@@ -156,49 +179,3 @@ def open_checkpoint(path: Path) -> Manifest:
         if name.rpartition("/")[2] == "zarr.json":
             read_file(path, manifest, name)
     return manifest
-
-
-def read_shards(path: Path, manifest: Manifest, shards: Iterable[TensorShard]) -> None:
-    """Fill boxes from the chunks that they overlap.
-
-    A chunk that lies within a box of plain memory is read into its place; other chunks take a
-    buffer of up to 64 MiB in each of the threads.
-    """
-
-    def fill(task: tuple[TensorShard, tuple[int, ...]]) -> None:
-        shard, index = task
-        spec = manifest.arrays[shard.name]
-        box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
-        in_box, in_chunk = overlap(box, index, spec.chunks)
-        name = chunk_file(shard.name, index)
-        with torch.no_grad():
-            part = shard.tensor.detach()[in_box]
-            if (plain := _plain(part, spec.dtype, spec.chunks, wide=spec.wide)) is not None:
-                read_chunk(path, manifest, name, plain)
-                return
-            values = np.empty(math.prod(spec.chunks) * spec.stored.itemsize, np.uint8)
-            read_chunk(path, manifest, name, values)
-            chunk = values.view(spec.stored).reshape(spec.chunks)
-            part.copy_(from_stored(chunk[in_chunk], spec.dtype))
-
-    tasks = (
-        (shard, index)
-        for shard in shards
-        for index in chunk_indices(
-            Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape)),
-            manifest.arrays[shard.name].chunks,
-        )
-    )
-    for _ in in_threads(fill, tasks, threads=THREADS):
-        pass
-
-
-def _plain(
-    part: torch.Tensor, dtype: str, chunks: tuple[int, ...], *, wide: bool
-) -> np.ndarray | None:
-    """Return the bytes of a part of a tensor, if a chunk has just these; None otherwise."""
-    fits = tuple(part.shape) == chunks and dtype_name(part.dtype) == dtype
-    is_ours = part.device.type == "cpu" and part.is_contiguous() and not part.is_neg()
-    if not fits or not is_ours or (wide and dtype == "bfloat16") or sys.byteorder != "little":
-        return None
-    return part.reshape(-1).view(torch.uint8).numpy()

@@ -17,7 +17,7 @@ BLOCK_BYTES = 2**20
 
 
 class ChunkWriter:
-    """One chunk of a box, read as blocks that are ours.
+    """One chunk of a box, read in blocks.
 
     Each block is copied before it is summed and written, so that checksum, digest and file agree
     even if somebody changes the tensor meanwhile. A block fits into a core's cache, which saves the

@@ -1,0 +1,117 @@
+"""Filling of tensors from the stored objects of a step directory."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mt_ckpt.array import ArraySpec, chunk_file
+from mt_ckpt.digest import CRC_BYTES
+from mt_ckpt.disk import in_threads
+from mt_ckpt.dtype import dtype_name, from_stored
+from mt_ckpt.grid import Box, chunk_indices, overlap
+from mt_ckpt.manifest import Manifest
+from mt_ckpt.shard import TensorShard
+from mt_ckpt.stored.content import read_chunk, read_pack
+
+THREADS = 4
+_Task = tuple[list[TensorShard], tuple[int, ...]]
+
+
+class Filler:
+    """Fills boxes from the stored objects that they overlap.
+
+    A chunk that lies within a box of plain memory is read into its place; other chunks take a
+    buffer of up to 64 MiB in each of the threads. The last pack stays in memory, for callers that
+    read one array after the other.
+
+    Args:
+        path: The step directory.
+        manifest: Its manifest.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self._path, self._manifest = path, manifest
+        self._last: tuple[str, bytes] | None = None
+        self._lock = threading.Lock()
+
+    def fill(self, shards: Iterable[TensorShard]) -> None:
+        """Fill the tensors of boxes, in place.
+
+        Raises:
+            DamageError: A file is not what the manifest says; tensors may be partly filled.
+        """
+        for _ in in_threads(self._fill, self._tasks(shards), threads=THREADS):
+            pass
+
+    def _tasks(self, shards: Iterable[TensorShard]) -> Iterator[_Task]:
+        """Yield a box with the index of a chunk in it, or all boxes of one pack."""
+        packed: dict[str, list[TensorShard]] = {}
+        for shard in shards:
+            spec = self._manifest.arrays[shard.name]
+            if spec.pack is not None:
+                packed.setdefault(spec.pack, []).append(shard)
+                continue
+            for index in chunk_indices(_box(shard), spec.chunks):
+                yield [shard], index
+        for boxes in packed.values():
+            yield boxes, ()
+
+    def _fill(self, task: _Task) -> None:
+        shards, index = task
+        spec = self._manifest.arrays[shards[0].name]
+        with torch.no_grad():
+            if spec.pack is None:
+                self._fill_chunk(shards[0], index, spec)
+                return
+            content = np.frombuffer(self._pack(spec.pack), np.uint8)
+            for shard in shards:
+                spec = self._manifest.arrays[shard.name]
+                end = spec.offset + spec.chunk_bytes - CRC_BYTES
+                _copy(content[spec.offset : end], shard, (0,) * len(spec.shape), spec)
+
+    def _fill_chunk(self, shard: TensorShard, index: tuple[int, ...], spec: ArraySpec) -> None:
+        name = chunk_file(shard.name, index)
+        in_box, _ = overlap(_box(shard), index, spec.chunks)
+        plain = _plain(shard.tensor.detach()[in_box], spec)
+        if plain is not None:
+            read_chunk(self._path, self._manifest, name, plain)
+            return
+        values = np.empty(math.prod(spec.chunks) * spec.stored.itemsize, np.uint8)
+        read_chunk(self._path, self._manifest, name, values)
+        _copy(values, shard, index, spec)
+
+    def _pack(self, name: str) -> bytes:
+        with self._lock:
+            last = self._last
+        if last is not None and last[0] == name:
+            return last[1]
+        content = read_pack(self._path, self._manifest, name)
+        with self._lock:
+            self._last = (name, content)
+        return content
+
+
+def _box(shard: TensorShard) -> Box:
+    return Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
+
+
+def _copy(values: np.ndarray, shard: TensorShard, index: tuple[int, ...], spec: ArraySpec) -> None:
+    """Copy the values of a chunk into the part of a box that it overlaps."""
+    in_box, in_chunk = overlap(_box(shard), index, spec.chunks)
+    chunk = values.view(spec.stored).reshape(spec.chunks)
+    shard.tensor.detach()[in_box].copy_(from_stored(chunk[in_chunk], spec.dtype))
+
+
+def _plain(part: torch.Tensor, spec: ArraySpec) -> np.ndarray | None:
+    """Return the bytes of a part of a tensor, if a chunk has just these; None otherwise."""
+    fits = tuple(part.shape) == spec.chunks and dtype_name(part.dtype) == spec.dtype
+    is_ours = part.device.type == "cpu" and part.is_contiguous() and not part.is_neg()
+    is_same = not (spec.wide and spec.dtype == "bfloat16") and sys.byteorder == "little"
+    return part.reshape(-1).view(torch.uint8).numpy() if fits and is_ours and is_same else None
