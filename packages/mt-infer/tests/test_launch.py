@@ -23,7 +23,7 @@ def test_processes_are_started_with_the_same_arguments(saved_run, generate, laun
     ((module, arguments, nproc),) = launched
     assert (module, nproc) == ("mt_infer", 2)
     assert arguments == [
-        *("generate", "--prompt=to be", "--step=2", "--max-tokens=128"),
+        *("generate", "--prompt=to be", "--batch=32", "--step=2", "--max-tokens=128"),
         *(
             "--top-k=0",
             "--top-p=1.0",
@@ -45,7 +45,7 @@ def test_the_processes_get_the_step_that_was_chosen_and_the_prompt_that_was_read
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("to bé".encode())))
     options = ("--nproc", 2, "--step", 1, "--greedy")
     assert generate(saved_run, *options, prompt="-") == (7, "", "")
-    assert launched[0][1][1:3] == ["--prompt=to bé", "--step=1"]
+    assert launched[0][1][1:4] == ["--prompt=to bé", "--batch=32", "--step=1"]
     assert "--greedy" in launched[0][1]
 
 
@@ -144,6 +144,6 @@ def test_the_launchers_number_is_taken(saved_run, generate, launched, monkeypatc
     for name, value in {**variables, **places}.items():
         monkeypatch.setenv(name, str(value))
     text = Completion(tokens=[1], text="text", end="length", seed=0)
-    monkeypatch.setattr("mt_infer.commands.generate._generate", lambda *call: text)
+    monkeypatch.setattr("mt_infer.commands.continuation.continuation", lambda *call: text)
     assert generate(saved_run, *options) == (0, "text\n", "")
     assert launched == []

@@ -342,7 +342,7 @@ def test_sigterm_lets_accepted_requests_end(server: Process) -> None:
     long = ASK | {"max_tokens": 1000}
     with ThreadPoolExecutor(4) as pool:
         held = [pool.submit(server.complete, long) for _ in range(4)]
-        wait_for(lambda: server.metric("num_requests_running") > 0)
+        wait_for(lambda: server.metric("num_requests_running") == 4)
         engine = server.engines[0]
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(600) == 0

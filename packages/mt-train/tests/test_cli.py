@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 from mt_data_parallel import GradBuffer
-from mt_model import FIELDS, LoraConfig
+from mt_model import FIELDS
 from mt_testing import sample
 from mt_train import ConfigError, load_config, to_yaml
 from mt_train.cli import _options_last, _run_folder, main
 from mt_train.config.kinds.registry import KINDS
+from mt_train.config.lora_section import LoraSection
 from mt_train.config.parallel_section import ParallelSection
 from mt_train.keys import explain, sections
 
@@ -283,7 +284,7 @@ def test_every_key_has_a_meaning_and_the_page_is_current() -> None:
     assert [key.name for key in keys if len(key.meaning) < 10] == []
     assert all(section.text for section in sections())
     shown = yaml.safe_load(to_yaml(load_config(TINY).config))
-    parts = {"lora": [item.name for item in dataclasses.fields(LoraConfig)]}
+    parts = {"lora": [item.name.rstrip("_") for item in dataclasses.fields(LoraSection)]}
     shown = {name: parts.get(name) if part is None else part for name, part in shown.items()}
     named = {f"{s}.{k}" for s, part in shown.items() for k in part} | {"plugins"}
     named |= {f"data.{key}" for kind in KINDS for key in kind.own_keys()}

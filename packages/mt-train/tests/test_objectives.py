@@ -86,8 +86,8 @@ def test_masking_out_of_range_is_refused(override: str, text: str) -> None:
         (
             BERT,
             ["data.packing=documents"],
-            "data.packing: is a key of data.kind text and spans and chat, and this run's is "
-            "masked; leave it out, or set data.kind: text",
+            "data.packing: is a key of data.kind text and spans and chat and pairs, and this run's "
+            "is masked; leave it out, or set data.kind: text",
         ),
         (
             TINY,
@@ -220,7 +220,9 @@ def masked_rows(documents: IndexedDataset, tokenizer: Tokenizer, *options: str) 
     loaded = load_config(BERT, list(options))
     path = documents.prefix
     corpus = Corpus(tokenizer=None, train=(path,), weights=(), validation={})
-    sources = sources_of(loaded.config, corpus, tokenizer, loaded.model(tokenizer.vocab_size))
+    sources = sources_of(
+        loaded.config, corpus, tokenizer, loaded.model(tokenizer.vocab_size), Path(path).parent
+    )
     return loaded.config.data.dataset(path, sources)
 
 
@@ -251,7 +253,7 @@ def test_the_order_of_megatron_is_that_of_the_whole_run_and_its_part_of_a_split(
     options = ["data.order=megatron", "data.split=80,20", "training.sequence_length=16"]
     loaded = load_config(TINY, [*data, *options, "training.steps=9"])
     corpus = Corpus(tokenizer=None, train=(tmp_path / "ids",), weights=(), validation=None)
-    sources = sources_of(loaded.config, corpus, None, loaded.model(64))
+    sources = sources_of(loaded.config, corpus, None, loaded.model(64), tmp_path)
     (found,) = loaded.config.data.datasets(sources)
     expected = GPTDataset(
         IndexedDataset(tmp_path / "ids"),
