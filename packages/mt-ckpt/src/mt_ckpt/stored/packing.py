@@ -146,6 +146,7 @@ def read_zip(
                 if info.compress_type != zipfile.ZIP_STORED or info.file_size > len(content):
                     return {}, f"{info.filename}: is compressed, or larger than the pack"
             entries = {name: pack.read(name) for name in found}
+    # zipfile has an error of its own for each way in which a zip can be odd.
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, EOFError) as error:
         return {}, f"other programs can't read its zip: {error}"
     for path, spec in chunks.items():

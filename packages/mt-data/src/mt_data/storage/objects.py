@@ -195,7 +195,7 @@ def objects_under(url: str) -> Iterator[StoredObject]:
 
 
 class _Changed(Exception):  # noqa: N818 - no error by itself
-    """The store has another version than the one that was asked for."""
+    """Another version of an object is in the store."""
 
 
 def tried(action: Callable[[], T], url: str) -> T:
