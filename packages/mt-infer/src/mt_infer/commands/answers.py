@@ -9,8 +9,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from mt_files import FileError, parse_json
 
@@ -124,13 +123,6 @@ class AnswerFile:
             error.filename = str(self._path)
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the file, for another process to write."""
         self._file.close()

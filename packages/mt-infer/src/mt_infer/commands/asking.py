@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Self, cast
+from typing import Any, BinaryIO, cast
 
 from mt_files import FileError, open_file, parse_json, shorten
 from mt_tokenizer import ChatTemplate, TokenizerError, with_parsed_arguments
@@ -44,15 +44,8 @@ class Asker:
         self._run = run
         self._template: ChatTemplate | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the chat template."""
         if self._template is not None:
             self._template.close()
 
@@ -141,7 +134,7 @@ def read_questions(path: Path, run: Run, *, chat: bool, system: str | None) -> l
         PromptError: A line is no prompt, or none that the model can answer.
     """
     found: list[Question] = []
-    with Asker(run) as asker, open_file(path) as file:
+    with closing(Asker(run)) as asker, open_file(path) as file:
         for line, content in _lines(file, path):
             tokens = asker.of_line(content, f"{path}:{line}", system=system, chat=chat)
             found.append(Question(line=line, tokens=array("q", tokens)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ def _answer(
     named = ("adapter", "ema", "dtype", "kv_cache_dtype")
     options = [getattr(command, name) for name in named]
     settings = [run_digest(run), to_plain(sampling), options]
-    with AnswerFile(command.out, questions, settings) as file:
+    with closing(AnswerFile(command.out, questions, settings)) as file:
         before = len(questions) - len(file.rest)
         with _engine(command, run, state, questions) as engine:
             file.answer(engine, sampling, adapter=_adapter(command, engine))
@@ -150,7 +151,7 @@ def _prompt(command: Generate, run: Run) -> str | list[int]:
         found = read_json(command.chat_file, limit=MAX_PROMPT_BYTES)
         found = found if isinstance(found, dict) else {"messages": found}
         messages, tools = checked_talk(found, str(command.chat_file))
-    with Asker(run) as asker:
+    with closing(Asker(run)) as asker:
         return asker.of_talk(messages, tools)
 
 
