@@ -1,22 +1,24 @@
-"""Make a small checkpoint in the format version of this mt-ckpt, for the readers to come.
+"""Make small checkpoints in the format version of this mt-ckpt, for the readers to come.
 
     uv run python packages/mt-ckpt/tests/golden/make_version.py
 
-Run it once for each released format version, by the code of that release, and commit the folder.
+Run it once for each released format version, by the code of that release, and commit the folders:
+one whose arrays are files, and one whose arrays are in packs.
 """
 
 from pathlib import Path
 
 import torch
-from mt_ckpt import TensorShard, save_checkpoint
+from mt_ckpt import TensorShard, grid, save_checkpoint
 from mt_ckpt.manifest import FORMAT_VERSION
+from mt_ckpt.stored import packing
 
 HERE = Path(__file__).parent
 METADATA = {"layout": {"tp": 2}, "nested": [1, 2.5, None, True, "text"]}
 
 
-def golden_arrays() -> dict[str, torch.Tensor]:
-    """Return an array of each kind that format version 1 stores, made without random numbers."""
+def golden_arrays(version: int) -> dict[str, torch.Tensor]:
+    """Return an array of each kind that a format version stores, made without random numbers."""
     values = torch.arange(24, dtype=torch.float64).reshape(6, 4) / 8 - 1
     arrays = {
         f"kinds/{str(dtype).removeprefix('torch.')}": values.to(dtype)
@@ -24,6 +26,10 @@ def golden_arrays() -> dict[str, torch.Tensor]:
     }
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool):
         arrays[f"kinds/{str(dtype).removeprefix('torch.')}"] = (values * 8 % 7).to(dtype)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2) if version > 1 else ():
+        arrays[f"kinds/{str(dtype).removeprefix('torch.')}"] = values.to(dtype)
+    if version > 2:  # in slices
+        arrays["model/sliced"] = torch.arange(16 * 24, dtype=torch.float32).reshape(16, 24)
     # Every bit pattern of a sign, an infinity and a NaN with a payload.
     patterns = torch.tensor([0, -32768, 32640, -128, 32703, 1], dtype=torch.int16)
     return arrays | {
@@ -37,7 +43,7 @@ def golden_arrays() -> dict[str, torch.Tensor]:
 def golden_shards() -> list[TensorShard]:
     """Return the boxes of the arrays; matrices are in two of uneven sizes."""
     shards = []
-    for name, tensor in golden_arrays().items():
+    for name, tensor in golden_arrays(FORMAT_VERSION).items():
         if tensor.dim() < 2 or not len(tensor):
             shards.append(TensorShard(name, tensor))
             continue
@@ -47,4 +53,7 @@ def golden_shards() -> list[TensorShard]:
 
 
 if __name__ == "__main__":
+    grid.SLICED_BYTES, grid.SLICE_BYTES, grid.MIN_SLICE_BYTES = 512, 128, 64
     save_checkpoint(HERE / f"version_{FORMAT_VERSION}", 20, golden_shards(), METADATA)
+    packing.MIN_ARRAYS, packing.SMALL_BYTES = 0, 1000
+    save_checkpoint(HERE / f"version_{FORMAT_VERSION}_packs", 20, golden_shards(), METADATA)
