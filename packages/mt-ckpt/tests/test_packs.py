@@ -23,7 +23,7 @@ from mt_ckpt.digest import digest_of
 from mt_ckpt.grid import Box
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.stored.gathering import Gathering
-from mt_ckpt.stored.packing import MIN_ARRAYS, PACK_BYTES, PACK_NODES, Pack, plan_packs
+from mt_ckpt.stored.packing import PACK_BYTES, PACK_NODES, Pack, plan_packs
 from zarr.storage import ZipStore
 
 PACK = "__packs/00001.zip"  # of the group `model`; the arrays without a group come first
@@ -282,28 +282,6 @@ def test_a_pack_that_claims_more_than_a_save_writes_is_not_read(tmp_path, always
         load_all(path)
 
 
-def test_the_plan_keeps_arrays_on_their_rank_and_balances_the_others():
-    sizes, boxes = {}, {}
-    for number in range(MIN_ARRAYS + 50):
-        name = f"model/p{number:04d}"
-        sizes[name] = 400
-        ranks = [number % 4] if number % 2 else [0, 1, 2, 3]
-        boxes[name] = [
-            Box(offsets=(i * 100 // len(ranks),), shape=(100 // len(ranks),), rank=rank)
-            for i, rank in enumerate(ranks)
-        ]
-    packs = plan_packs(sizes, boxes)
-    assert sorted(name for pack in packs for name in pack.boxes) == sorted(sizes)
-    loads = dict.fromkeys(range(4), 0)
-    for pack in packs:
-        loads[pack.rank] += 400 * len(pack.boxes)
-        for name, places in pack.boxes.items():
-            assert pack.rank in {box.rank for box in places}
-            assert places == boxes[name]
-    assert max(loads.values()) - min(loads.values()) <= 400
-    assert not plan_packs(dict(list(sizes.items())[:MIN_ARRAYS]), boxes)
-
-
 def test_a_rank_that_cannot_read_its_tensors_still_sends(monkeypatch):
     pack = Pack(file=PACK, rank=1, boxes={"w": [Box(offsets=(0,), shape=(4,), rank=0)]})
     shards = [TensorShard("w", torch.ones(4))]
@@ -329,10 +307,10 @@ def test_a_rank_that_cannot_read_its_tensors_still_sends(monkeypatch):
 def test_a_pack_has_bounded_bytes_and_nodes():
     box = [Box(offsets=(0,), shape=(65536,))]
     sizes = {f"m/p{number}": 2**18 for number in range(400)}
-    packs = plan_packs(sizes, dict.fromkeys(sizes, box))
+    packs = plan_packs(sizes, dict.fromkeys(sizes, 0), dict.fromkeys(sizes, box))
     assert max(len(pack.boxes) for pack in packs) == PACK_BYTES // 2**18
     sizes = {f"a{number}/b/c": 4 for number in range(PACK_NODES // 2)}
-    packs = plan_packs(sizes, dict.fromkeys(sizes, box))
+    packs = plan_packs(sizes, dict.fromkeys(sizes, 0), dict.fromkeys(sizes, box))
     assert all(len(pack.boxes) * 3 <= PACK_NODES for pack in packs)
 
 

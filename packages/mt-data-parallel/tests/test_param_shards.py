@@ -188,6 +188,23 @@ def test_parts_come_together_on_one_rank_each(ranks, world_size, strategy):
             assert torch.equal(tensor, expected), name
 
 
+def shared_out():
+    """Assemble a large parameter between two small ones four times; how much came to this rank?"""
+    sizes = {"a": 6, "large": 80, "b": 6}
+    params = [(name, nn.Parameter(torch.zeros(size))) for name, size in sizes.items()]
+    reduction = Reduction(shards=dist.group.WORLD)
+    with GradBuffer(params, group=reduction) as buffer:
+        values = {shard.name: shard.param.detach() for shard in buffer.shards()}
+        loads = {}
+        found = [buffer.assemble(values, loads=loads) for _ in range(4)]
+    assert sum(map(sum, loads.values())) == 4 * 92
+    return sum(tensor.numel() for tensors in found for tensor in tensors.values())
+
+
+def test_what_several_ranks_hold_a_part_of_goes_to_the_one_with_least(ranks):
+    assert ranks(2, shared_out) == [2 * 92, 2 * 92]
+
+
 def test_a_value_that_is_of_no_piece_is_named():
     net = make_net(torch.float32)
     with GradBuffer(net.named_parameters(), group=None) as buffer:

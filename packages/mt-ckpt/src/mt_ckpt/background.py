@@ -28,7 +28,8 @@ class BackgroundSaver:
     `save` copies the tensors into host memory and returns. The thread then writes and commits as
     `save_checkpoint` does: `latest` moves, and old steps go, once everything is on the disk. One
     save is under way at a time: the next one waits for it, and so does the end of the block. The
-    memory of the copies, as much as this rank writes, is used again by the next save.
+    memory of the copies, as much as this rank writes, is used again by the next save. With a group,
+    the ranks agree who writes what before they copy.
 
     A failure is raised by the next `check`, `save` or `wait`, or at the end of the block, on every
     rank of `group`; if the block ends with another error, it is a note of that error.
@@ -39,7 +40,8 @@ class BackgroundSaver:
             else uses meanwhile: the threads of all ranks communicate on it beside training. None:
             this process saves alone.
         keep: See `save_checkpoint`.
-        on_event: See `save_checkpoint`; it is called in the thread.
+        on_event: See `save_checkpoint`; it is called in the thread, and for `save.begin` with a
+            group by `save`.
 
     Example:
         >>> with BackgroundSaver(root, keep=3) as saver:
@@ -85,19 +87,22 @@ class BackgroundSaver:
         Changes of tensors and metadata after the return are not in the checkpoint.
 
         Raises:
-            CheckpointError: The previous save failed; this one has not started.
+            CheckpointError: The previous save failed, or the ranks' shards don't fit together; this
+                one has not started.
         """
         self.wait()
-        owned = self._copy(shards)
         save = Save(
             self._root,
             step,
-            owned,
+            list(shards),
             copy.deepcopy(metadata),
             keep=self._keep,
             event=self._event,
             locks=True,
         )
+        if self._ranks.size > 1:
+            save.agree(self._ranks)
+        save.shards = self._copy(save.shards, only_own=save.agreed)
         # The interpreter waits at its end for a thread that is no daemon.
         self._thread = threading.Thread(target=self._run, args=(save,), name="mt-ckpt-save")
         self._thread.start()
@@ -151,8 +156,13 @@ class BackgroundSaver:
             if not threading.main_thread().is_alive():
                 raise  # nobody will ask, so that it is at least printed
 
-    def _copy(self, shards: Iterable[TensorShard]) -> list[TensorShard]:
-        """Return the shards with tensors of our own; those that are not written have no memory."""
+    def _copy(self, shards: list[TensorShard], *, only_own: bool) -> list[TensorShard]:
+        """Return the shards with tensors of our own; those that are not written have no memory.
+
+        Args:
+            shards: The shards.
+            only_own: Whether the ranks have agreed that this rank writes all of them.
+        """
         owned: list[TensorShard] = []
         kept: dict[_Key, torch.Tensor] = {}
         devices: set[torch.device] = set()
@@ -160,7 +170,7 @@ class BackgroundSaver:
             for shard in shards:
                 check_type("every one of shards", shard, TensorShard)
                 tensor = shard.tensor
-                if not shard.write:
+                if not (shard.write or only_own):
                     nothing = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
                     owned.append(replace(shard, tensor=nothing))
                     continue

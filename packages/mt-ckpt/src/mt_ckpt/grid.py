@@ -147,6 +147,14 @@ def chunk_indices(box: Box, chunks: tuple[int, ...]) -> Iterator[tuple[int, ...]
     )
 
 
+def chunk_number(index: tuple[int, ...], shape: tuple[int, ...], chunks: tuple[int, ...]) -> int:
+    """Return the number of a chunk, with the last dim counted fastest."""
+    number = 0
+    for i, size, step in zip(index, shape, chunks, strict=True):
+        number = number * -(-size // step) + i
+    return number
+
+
 def overlap(
     box: Box, index: tuple[int, ...], chunks: tuple[int, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -1,18 +1,59 @@
-"""The plan of a save: the arrays of all ranks with their chunk grids."""
+"""The plan of a save: the arrays of all ranks with their chunk grids, and who writes what."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.dtype import dtype_name, stored_dtype
 from mt_ckpt.error import CheckpointError
-from mt_ckpt.grid import Box, plan_chunks
+from mt_ckpt.grid import Box, chunk_indices, chunk_number, overlap, plan_chunks
 from mt_ckpt.manifest import check_nesting
 from mt_ckpt.shard import TensorShard
-from mt_ckpt.stored.packing import Pack, plan_packs
+from mt_ckpt.stored.packing import Pack, plan_packs, small_arrays
+
+Kind = tuple[tuple[int, ...], str]
+Place = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The arrays of a save, and who writes them.
+
+    Attributes:
+        arrays: All arrays, by name.
+        packs: The packs, each with the rank that writes it.
+        writers: The rank that writes each chunk, in the order of `chunk_number`, for arrays of
+            which a box has replicas. Chunks of others are written by the box's own rank.
+    """
+
+    arrays: dict[str, ArraySpec]
+    packs: list[Pack]
+    writers: dict[str, list[int]]
+
+
+@dataclass
+class _Reported:
+    """An array as the ranks report it, with its boxes, and the ranks that hold each of them."""
+
+    kind: Kind
+    boxes: list[Box] = field(default_factory=list)
+    replicas: dict[Place, list[int]] = field(default_factory=dict)
+
+    @property
+    def itemsize(self) -> int:
+        return stored_dtype(self.kind[1]).itemsize
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.kind[0]) * self.itemsize
+
+    def holders(self, box: Box) -> list[int]:
+        """Return the ranks that can write a box."""
+        return sorted({box.rank, *self.replicas.get((box.offsets, box.shape), ())})
 
 
 def describe_shards(shards: Iterable[TensorShard]) -> list[dict[str, Any]]:
@@ -25,13 +66,17 @@ def describe_shards(shards: Iterable[TensorShard]) -> list[dict[str, Any]]:
             "offsets": list(shard.offsets),
             "shape": list(shard.tensor.shape),
             "write": shard.write,
+            "replica": shard.replica,
         }
         for shard in shards
     ]
 
 
-def plan_arrays(reports: list[list[dict[str, Any]]]) -> tuple[dict[str, ArraySpec], list[Pack]]:
-    """Return the arrays of all ranks and their packs, and check that the boxes tile each array.
+def plan_arrays(reports: list[list[dict[str, Any]]]) -> Plan:
+    """Plan a save, and check that the boxes tile each array.
+
+    What several ranks can write, because it has replicas or because a packed array's boxes come
+    from several, is shared out by bytes. All other objects count as loads of their ranks.
 
     Args:
         reports: The `describe_shards` of each rank.
@@ -40,30 +85,145 @@ def plan_arrays(reports: list[list[dict[str, Any]]]) -> tuple[dict[str, ArraySpe
         CheckpointError: The ranks disagree about an array, or their boxes don't cover it.
         ValueError: A name is both an array and a group.
     """
-    kinds: dict[str, tuple[tuple[int, ...], str]] = {}
-    boxes: dict[str, list[Box]] = {}
+    found = dict(sorted(_collected(reports).items()))
+    check_nesting(list(found))
+    small = small_arrays({name: item.size for name, item in found.items()})
+    arrays = {}
+    for name, item in found.items():
+        (shape, dtype), boxes = item.kind, item.boxes
+        chunks = plan_chunks(name, shape, item.itemsize, boxes)  # checks the boxes as well
+        arrays[name] = ArraySpec(
+            shape=shape, dtype=dtype, chunks=shape if name in small else chunks
+        )
+    objects = list(_objects(found, arrays, small))
+    ranks = share_out([(size, holders) for *_, size, holders in objects])
+    owners: dict[str, int] = {}
+    writers: dict[str, list[int]] = {}
+    for (name, number, _, _), rank in zip(objects, ranks, strict=True):
+        if name in small:
+            owners[name] = rank
+        elif number is not None:
+            writers.setdefault(name, [0] * arrays[name].num_chunks)[number] = rank
+    given = {
+        name: [
+            replace(box, rank=owners[name]) if owners[name] in found[name].holders(box) else box
+            for box in found[name].boxes
+        ]
+        for name in small
+    }
+    packs = plan_packs(small, owners, given)
+    for pack in packs:
+        arrays |= {name: replace(arrays[name], pack=pack.file) for name in pack.boxes}
+    return Plan(arrays=arrays, packs=packs, writers=writers)
+
+
+def _collected(reports: list[list[dict[str, Any]]]) -> dict[str, _Reported]:
+    found: dict[str, _Reported] = {}
     for rank, report in enumerate(reports):
         for item in report:
             name, kind = item["name"], (tuple(item["global_shape"]), item["dtype"])
-            if kinds.setdefault(name, kind) != kind:
+            known = found.setdefault(name, _Reported(kind))
+            if known.kind != kind:
                 raise CheckpointError(
                     f"tensor {name!r}: rank {rank} says shape {kind[0]} and dtype {kind[1]}, "
-                    f"another says {kinds[name][0]} and {kinds[name][1]}",
+                    f"another says {known.kind[0]} and {known.kind[1]}",
                     tensor=name,
                 )
-            boxes.setdefault(name, [])
+            offsets, shape = tuple(item["offsets"]), tuple(item["shape"])
             if item["write"]:
-                place = {key: tuple(item[key]) for key in ("offsets", "shape")}
-                boxes[name].append(Box(rank=rank, **place))
-    check_nesting(list(kinds))
-    items = {name: stored_dtype(dtype).itemsize for name, (_, dtype) in kinds.items()}
-    packs = plan_packs({n: math.prod(shape) * items[n] for n, (shape, _) in kinds.items()}, boxes)
-    of = {name: pack.file for pack in packs for name in pack.boxes}
-    arrays = {}
-    for name, (shape, dtype) in sorted(kinds.items()):
-        chunks = plan_chunks(name, shape, items[name], boxes[name])  # checks the boxes as well
-        pack = of.get(name)
-        arrays[name] = ArraySpec(
-            shape=shape, dtype=dtype, chunks=shape if pack else chunks, pack=pack
-        )
-    return arrays, packs
+                known.boxes.append(Box(rank=rank, offsets=offsets, shape=shape))
+            elif item["replica"]:
+                known.replicas.setdefault((offsets, shape), []).append(rank)
+    return found
+
+
+def _objects(
+    found: Mapping[str, _Reported], arrays: Mapping[str, ArraySpec], small: Mapping[str, int]
+) -> Iterator[tuple[str, int | None, int, list[int]]]:
+    """Yield name, chunk number, bytes and possible writers of what is written.
+
+    Chunks have numbers in arrays with replicas only; a packed array is one object, and so is any
+    other box.
+    """
+    for name, item in found.items():
+        holders = [item.holders(box) for box in item.boxes]
+        if name in small:
+            full = [r for r, box in zip(holders, item.boxes, strict=True) if 0 not in box.shape]
+            yield name, None, item.size, sorted({rank for ranks in full for rank in ranks})
+            continue
+        spec, is_shared = arrays[name], max(map(len, holders), default=0) > 1
+        for box, ranks in zip(item.boxes, holders, strict=True):
+            if not is_shared:
+                yield name, None, math.prod(box.shape) * item.itemsize, ranks
+                continue
+            for index in chunk_indices(box, spec.chunks):
+                number = chunk_number(index, spec.shape, spec.chunks)
+                yield name, number, spec.chunk_bytes, ranks
+
+
+def share_out(objects: Sequence[tuple[int, list[int]]]) -> list[int]:
+    """Return the rank that writes each object: the largest first, to its least loaded holder.
+
+    Args:
+        objects: Bytes, and the ranks that hold it; those with a single one come first.
+    """
+    loads: dict[int, int] = {}
+    ranks = [0] * len(objects)
+    order = sorted(enumerate(objects), key=lambda item: (len(item[1][1]) > 1, -item[1][0]))
+    for number, (size, holders) in order:
+        rank = min(holders, key=lambda rank: (loads.get(rank, 0), rank))
+        loads[rank] = loads.get(rank, 0) + size
+        ranks[number] = rank
+    return ranks
+
+
+def own_shards(
+    shards: Iterable[TensorShard],
+    rank: int,
+    *,
+    chunks: Mapping[str, Sequence[int]],
+    writers: Mapping[str, Sequence[int]],
+    packs: Sequence[Pack],
+) -> list[TensorShard]:
+    """Return what a rank writes or sends, as views of its shards.
+
+    Args:
+        shards: The rank's boxes.
+        rank: The rank.
+        chunks: Shape of a chunk of each array that is in no pack.
+        writers: See `Plan`.
+        packs: See `Plan`.
+    """
+    given = {
+        (name, box.offsets, box.shape)
+        for pack in packs
+        for name, boxes in pack.boxes.items()
+        for box in boxes
+        if box.rank == rank
+    }
+    done: set[tuple[Any, ...]] = set()  # a process that acts for several ranks has equal boxes
+    found: list[TensorShard] = []
+    for shard in shards:
+        box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
+        if shard.name in writers and (shard.write or shard.replica):
+            step = tuple(chunks[shard.name])
+            for index in chunk_indices(box, step):
+                number = chunk_number(index, shard.global_shape, step)
+                if writers[shard.name][number] == rank and (shard.name, number) not in done:
+                    done.add((shard.name, number))
+                    found.append(_part(shard, box, index, step))
+        elif shard.name in chunks:
+            found += [shard] if shard.write and shard.name not in writers else []
+        elif (key := (shard.name, box.offsets, box.shape)) in given:
+            given.discard(key)
+            found.append(shard)
+    return found
+
+
+def _part(
+    shard: TensorShard, box: Box, index: tuple[int, ...], step: tuple[int, ...]
+) -> TensorShard:
+    """Return the part of a box that is in a chunk."""
+    in_box, _ = overlap(box, index, step)
+    offsets = (o + part.start for o, part in zip(box.offsets, in_box, strict=False))
+    return replace(shard, tensor=shard.tensor[in_box], offsets=tuple(offsets))

@@ -29,7 +29,7 @@ from mt_ckpt.grid import Box, chunk_indices
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, Manifest, step_name
 from mt_ckpt.metadata import zarr_documents
-from mt_ckpt.plan import describe_shards, plan_arrays
+from mt_ckpt.plan import describe_shards, own_shards, plan_arrays
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.root import (
     LATEST,
@@ -43,7 +43,8 @@ from mt_ckpt.root import (
 )
 from mt_ckpt.shard import TensorShard
 from mt_ckpt.stored.chunk import ChunkWriter
-from mt_ckpt.stored.gathering import Gathering, packs_from_json, packs_to_json
+from mt_ckpt.stored.gathering import Gathering, Kind, packs_from_json, packs_to_json
+from mt_ckpt.stored.packing import Pack
 from mt_ckpt.value import FileRecord, check_metadata
 
 # A run that went back replaces a step after this wait even if a reader still holds it.
@@ -73,8 +74,9 @@ def save_checkpoint(
         step: Training step. A committed directory of this step is replaced, unless `latest` names
             it (it stems from a save killed just before its end, or from before a run went back).
         shards: This rank's boxes. Over all ranks, the shards with `write=True` must cover every
-            element of every array exactly once. Each shard is released when it is written, so boxes
-            without another owner, such as pages of a file, are not in memory together.
+            element of every array exactly once; a rank with a `replica` may write in place of
+            another. Each shard is released when it is written, so boxes without another owner, such
+            as pages of a file, are not in memory together.
         metadata: JSON values with string keys; rank 0's are stored. Tuples become lists.
         group: All ranks that save; needs a CPU backend (gloo). None: this process saves alone.
         keep: Number of checkpoints to keep, including this one. None: all.
@@ -118,15 +120,33 @@ class Save:
     temp: Path | None = field(default=None, init=False)
     old: Path | None = field(default=None, init=False)
     arrays: dict[str, ArraySpec] = field(default_factory=dict, init=False)
+    # Set on every rank: whether there is a plan, its chunks by array, and its packs.
+    agreed: bool = field(default=False, init=False)
+    grids: dict[str, list[int]] = field(default_factory=dict, init=False)
+    packs: tuple[list[Pack], dict[str, Kind]] = field(default=([], {}), init=False)
     files: dict[str, FileRecord] = field(default_factory=dict, init=False)
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
+
+    def agree(self, ranks: Ranks) -> None:
+        """Plan the save with the other ranks, and let all shards go that this rank doesn't write.
+
+        Nothing is written; `run` does this itself if it was not done before.
+        """
+        self.own(ranks.phase(self.describe, self.plan), ranks.rank)
 
     def run(self, ranks: Ranks) -> Path:
         """Save together with the other ranks, and return the step directory."""
         with self.lock:
             try:
-                plan = ranks.phase(self.describe, self.prepare)
-                gathering = Gathering(*packs_from_json(plan["packs"]), self.shards, ranks.rank)
+                if self.agreed:
+                    plan = ranks.phase(lambda: None, lambda _: self.prepare())
+                else:
+                    plan = ranks.phase(
+                        self.describe, lambda found: self.plan(found) | self.prepare()
+                    )
+                    self.own(plan, ranks.rank)
+                packs, kinds = self.packs
+                gathering = Gathering(packs, kinds, self.shards, ranks.rank)
                 if gathering.moves:
                     ranks.phase(lambda: gathering.exchange(ranks), lambda _: None)
                 ranks.phase(lambda: self.write(plan, gathering), self.commit)
@@ -146,14 +166,36 @@ class Save:
             check_type("every one of shards", shard, TensorShard)
         return {"step": self.step, "shards": describe_shards(self.shards)}
 
-    def prepare(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Check all boxes, choose the chunks, and write folders and metadata, on rank 0."""
+    def plan(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """Check all boxes, and choose the chunks and who writes them, on rank 0."""
         check_metadata(self.metadata)
         steps = [report["step"] for report in reports]
         if set(steps) != {self.step}:
             raise CheckpointError(f"the ranks save different steps: {steps}")
-        self.arrays, packs = plan_arrays([report["shards"] for report in reports])
+        plan = plan_arrays([report["shards"] for report in reports])
+        self.arrays = plan.arrays
+        return {
+            "chunks": {n: spec.chunks for n, spec in plan.arrays.items() if spec.pack is None},
+            "writers": plan.writers,
+            "packs": packs_to_json(plan.packs, plan.arrays),
+        }
+
+    def own(self, plan: dict[str, Any], rank: int) -> None:
+        """Keep what this rank writes, on every rank."""
+        self.grids, self.agreed = plan["chunks"], True
+        self.packs = packs_from_json(plan["packs"])
+        self.shards = own_shards(
+            self.shards,
+            rank,
+            chunks=self.grids,
+            writers=plan["writers"],
+            packs=self.packs[0],
+        )
+
+    def prepare(self) -> dict[str, Any]:
+        """Write folders and metadata, on rank 0."""
         total = sum(spec.num_chunks * spec.chunk_bytes for spec in self.arrays.values())
+        packs = sorted({spec.pack for spec in self.arrays.values() if spec.pack is not None})
         make_folders(self.disk, self.root)
         if self.locks:
             self.lock.enter_context(lock_root(self.root, purpose=f"saving step {self.step}"))
@@ -161,7 +203,7 @@ class Save:
         temp = hidden_name(self.root, step_name(self.step), "tmp")
         self.temp = temp  # from here on, a failure removes it
         filed = {name: spec for name, spec in self.arrays.items() if spec.pack is None}
-        documents = zarr_documents(filed, step=self.step, packs=[pack.file for pack in packs])
+        documents = zarr_documents(filed, step=self.step, packs=packs)
         for path in sorted(documents, key=lambda path: Path(path).parent):  # parents come first
             folder = (temp / path).parent
             with disk_errors("create", folder):
@@ -172,12 +214,7 @@ class Save:
         if packs:
             with disk_errors("create", temp / PACKS):
                 self.disk.mkdir(temp / PACKS)
-        return {
-            "temp": temp.name,
-            "chunks": {name: spec.chunks for name, spec in filed.items()},
-            "packs": packs_to_json(packs, self.arrays),
-            "total": total,
-        }
+        return {"temp": temp.name, "total": total}
 
     def check_free(self) -> int | None:
         """Refuse to replace a final step, and return the step that `latest` names, if any."""
@@ -220,21 +257,19 @@ class Save:
             create_file(self.disk, temp / pack.file, content, total=plan["total"])
             sync(self.disk, temp / pack.file)
             records[pack.file] = [len(content), digest_of(content), offsets]
-        written = in_threads(write, self.chunks(plan["chunks"]), threads=self.disk.threads)
+        written = in_threads(write, self.chunks(), threads=self.disk.threads)
         records |= {path: record for path, *record in written}
         self.event("save.data")
         return records
 
-    def chunks(
-        self, grids: dict[str, list[int]]
-    ) -> Iterator[tuple[TensorShard, tuple[int, ...], tuple[int, ...]]]:
+    def chunks(self) -> Iterator[tuple[TensorShard, tuple[int, ...], tuple[int, ...]]]:
         """Yield box, index and shape of each chunk that this rank writes."""
         # Each shard is popped, so that its memory is free once it is written.
         self.shards.reverse()
         while self.shards:
             shard = self.shards.pop()
-            if shard.write and shard.name in grids:
-                shape = tuple(grids[shard.name])
+            if shard.name in self.grids:
+                shape = tuple(self.grids[shard.name])
                 box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
                 for index in chunk_indices(box, shape):
                     yield shard, index, shape

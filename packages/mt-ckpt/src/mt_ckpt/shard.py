@@ -43,6 +43,8 @@ class TensorShard:
         global_shape: Shape of the whole array. Default: the tensor's own.
         offsets: Global index of the tensor's first element. Default: zeros.
         write: Whether this rank writes the box. Data on several ranks needs exactly one writer.
+        replica: Whether the tensor equals the same box of another rank with `write=True`, value for
+            value. Either of them may then write it, so that all write about as much.
 
     Shape:
         tensor: the box, `offsets[d] + tensor.shape[d] <= global_shape[d]` for every dim.
@@ -54,6 +56,7 @@ class TensorShard:
     global_shape: tuple[int, ...] = cast("tuple[int, ...]", None)
     offsets: tuple[int, ...] = cast("tuple[int, ...]", None)
     write: bool = True
+    replica: bool = False
 
     def __post_init__(self) -> None:
         check_type("name", self.name, str)
@@ -166,9 +169,9 @@ def param_shards(
 ) -> list[TensorShard]:
     """Return the shards of parameters, or of optimizer tensors shaped like parameters.
 
-    The sharding comes from the record that `shard_param` left on each parameter. One of the ranks
-    with the same box writes it (`mt_parallel_state.is_owner`); copies of a parameter that another
-    pipeline stage owns are never written.
+    The sharding comes from the record that `shard_param` left on each parameter. Of the ranks with
+    the same box one has `write` (`mt_parallel_state.is_owner`), and the others are its replicas;
+    copies of a parameter that another pipeline stage owns are never written.
 
     Args:
         named_tensors: Pairs of global name and local tensor.
@@ -201,17 +204,19 @@ def param_shards(
         sharding = sharding_of(cast("Parameter", record))
         others = () if peers is None else peers.get(name, ())
         write = is_owner(sharding, layout, rank, peers=others)
+        replica = not (write or sharding.is_copy)
         local = tuple(tensor.shape)
         parts = [(Box(offsets=(0,) * len(local), shape=local), tensor)]
         if ranges is not None and name in ranges:
-            local, write = tuple(record.shape), False
+            local, write, replica = tuple(record.shape), False, False
             parts = _parts(tensor, local, *ranges[name])
         shape = sharding.spec.global_shape(local, layout)
         offsets = sharding.spec.offsets(shape, layout, coords)
         for box, part in parts:
             at = tuple(o + p for o, p in zip(offsets, box.offsets, strict=True))
+            where = {"global_shape": shape, "offsets": at}
             shards.append(
-                TensorShard(f"{prefix}/{name}", part, global_shape=shape, offsets=at, write=write)
+                TensorShard(f"{prefix}/{name}", part, **where, write=write, replica=replica)
             )
     return shards
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Self
 
 import torch
+import torch.distributed as dist
 from mt_parallel_state import GradSink
 from torch import Tensor, nn
 
@@ -239,16 +240,20 @@ class GradBuffer:
             for bucket in self._buckets:
                 bucket.drop()
 
-    def assemble(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def assemble(
+        self, values: Mapping[str, Tensor], *, loads: dict[tuple[int, ...], list[int]] | None = None
+    ) -> dict[str, Tensor]:
         """Assemble tensors of parameters from tensors of shards, for a checkpoint.
 
-        Every rank calls it. The parts of a tensor are sent to the rank with the parameter's first
-        element, which spreads memory and writing over the ranks; tensors that are not cut are
-        returned as they are.
+        Every rank calls it. The parts of a tensor are sent to the one of its ranks that has got the
+        fewest elements, which spreads memory and writing over the ranks; tensors that are not cut
+        are returned as they are.
 
         Args:
             values: A tensor for each shard by name, such as a moment; for the same parameters on
                 all ranks.
+            loads: Elements that every rank has got so far, by the ranks of a group; updated. Give
+                the same dict, empty at first, with all tensors of a checkpoint.
 
         Returns:
             Whole tensors by name. With hybrid sharding only the first replica has the tensors that
@@ -265,13 +270,16 @@ class GradBuffer:
                     f"{sizes.get(name, 0)}; give the values of shards()"
                 )
         whole: dict[str, Tensor] = {}
+        loads = {} if loads is None else loads
         for bucket in self._buckets:
             shards = bucket.reduction.shards
             if shards is None:
                 held = (slot.name for slot in bucket.slots if slot.name in values)
                 whole |= {name: values[name] for name in held}
             elif bucket.reduction.replica == 0:
-                whole |= assemble_bucket(bucket, shards, values)
+                members = tuple(dist.get_process_group_ranks(shards))
+                so_far = loads.setdefault(members, [0] * len(members))
+                whole |= assemble_bucket(bucket, shards, values, so_far)
         return {name: whole[name] for name in self._slots if name in whole}
 
     def sink(self, param: Tensor) -> GradSink:

@@ -63,7 +63,7 @@ class Gathering:
     Args:
         packs: All packs of the save.
         arrays: Shape and dtype of their arrays.
-        shards: This rank's boxes.
+        shards: This rank's boxes, of which it gives those of the plan.
         rank: This rank.
     """
 
@@ -75,7 +75,7 @@ class Gathering:
         rank: int,
     ) -> None:
         self._packs, self._arrays, self._rank = packs, arrays, rank
-        self._held = {(s.name, s.offsets): s.tensor for s in shards if s.write and s.name in arrays}
+        self._held = {(s.name, s.offsets): s.tensor for s in shards if s.name in arrays}
         self._parts: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
 
     @property

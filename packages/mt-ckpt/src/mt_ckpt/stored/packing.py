@@ -45,28 +45,32 @@ class Pack:
     boxes: dict[str, list[Box]]
 
 
-def plan_packs(sizes: Mapping[str, int], boxes: Mapping[str, Sequence[Box]]) -> list[Pack]:
-    """Return the packs of a save; none if it has few small arrays, which then are files.
-
-    An array stays on the rank that holds it, and one whose boxes several ranks hold goes to the
-    one with the fewest bytes. No pack mixes arrays of two top-level groups, so that weights can be
-    read without the optimizer's state.
+def small_arrays(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the arrays that go into packs; none if there are few, which then are files.
 
     Args:
         sizes: Size in bytes of every array of the save, by name.
-        boxes: The boxes that ranks write of each.
     """
     small = {name: size for name, size in sizes.items() if 0 < size <= SMALL_BYTES}
-    if len(small) <= MIN_ARRAYS:
-        return []
-    full = {name: [box for box in boxes[name] if math.prod(box.shape)] for name in small}
-    holders = {name: sorted({box.rank for box in found}) for name, found in full.items()}
-    loads: dict[int, int] = {}
+    return small if len(small) > MIN_ARRAYS else {}
+
+
+def plan_packs(
+    small: Mapping[str, int], ranks: Mapping[str, int], boxes: Mapping[str, Sequence[Box]]
+) -> list[Pack]:
+    """Return the packs of a save.
+
+    No pack mixes arrays of two top-level groups, so that weights can be read without the
+    optimizer's state.
+
+    Args:
+        small: Size in bytes of each array, by name.
+        ranks: The rank that writes each.
+        boxes: The boxes of each, and the ranks that give them.
+    """
     by_rank: dict[tuple[int, str], list[str]] = {}
-    for name in sorted(small, key=lambda name: (len(holders[name]) > 1, name)):
-        rank = min(holders[name], key=lambda rank: (loads.get(rank, 0), rank))
-        loads[rank] = loads.get(rank, 0) + small[name]
-        by_rank.setdefault((rank, name[: name.find("/") + 1]), []).append(name)
+    for name in small:
+        by_rank.setdefault((ranks[name], name[: name.find("/") + 1]), []).append(name)
     packs: list[Pack] = []
     for (rank, _), names in sorted(by_rank.items()):
         room = nodes = 0
@@ -76,7 +80,7 @@ def plan_packs(sizes: Mapping[str, int], boxes: Mapping[str, Sequence[Box]]) -> 
             if room < 0 or nodes > PACK_NODES:
                 packs.append(Pack(file=f"{PACKS}/{len(packs):05d}.zip", rank=rank, boxes={}))
                 room, nodes = PACK_BYTES - size, depth
-            packs[-1].boxes[name] = full[name]
+            packs[-1].boxes[name] = [box for box in boxes[name] if math.prod(box.shape)]
     return packs
 
 

@@ -271,8 +271,9 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
         for shard in trainer.optimizer.shards
     }
     shards: list[TensorShard] = []
+    loads: dict[tuple[int, ...], list[int]] = {}
     for prefix, tensors in _tensors(trainer, moments=True).items():
-        whole = trainer.buffer.assemble(tensors).items()
+        whole = trainer.buffer.assemble(tensors, loads=loads).items()
         shards += _param_shards(trainer, whole, prefix=prefix, peers=peers)
     if trainer.config.lora is None:  # else they are in the base
         shards += _frozen_shards(trainer, copies=True) + _buffer_shards(trainer)
