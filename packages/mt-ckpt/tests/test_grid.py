@@ -85,7 +85,7 @@ def test_no_chunk_has_two_writers_and_all_have_one(tiling, limit):
     boxes = [Box(offsets=offsets, shape=sizes) for offsets, sizes in tiles]
     try:
         with mock.patch("mt_ckpt.grid.MAX_CHUNK_BYTES", limit):
-            chunks = plan_chunks("w", shape, 4, boxes)
+            chunks, _ = plan_chunks("w", shape, 4, boxes)
     except CheckpointError as error:
         assert "cut so unevenly" in str(error)  # noqa: PT017 - both outcomes are right
         return
@@ -129,7 +129,7 @@ def test_a_hole_is_shown_as_a_box():
         ((2**14, 2**14), [2**13], (2**10, 2**14)),
         ((50021 * 2, 4096), [50021], (50021, 316)),
         ((1, 2**14, 2**14), [], (1, 2**10, 2**14)),
-        ((2**26, 3), [], (5162221, 3)),
+        ((2**26, 3), [], (5177344, 3)),
     ],
     ids=str,
 )
@@ -139,7 +139,7 @@ def test_chunks_are_as_large_as_the_cuts_and_64_mib_allow(shape, cuts, chunks):
         Box(offsets=(low, *(0 for _ in shape[1:])), shape=(high - low, *shape[1:]))
         for low, high in itertools.pairwise(edges)
     ] or [Box(offsets=(), shape=())]
-    assert plan_chunks("w", shape, 4, boxes) == chunks
+    assert plan_chunks("w", shape, 4, boxes)[0] == chunks
 
 
 def test_cuts_without_a_common_size_are_refused():

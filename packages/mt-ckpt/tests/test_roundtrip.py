@@ -207,7 +207,7 @@ def test_the_manifest_records_versions_and_every_file(tmp_path):
     path = save_checkpoint(tmp_path, 7, [TensorShard("m/w", torch.zeros(2))], {})
     manifest = json.loads((path / "mt-manifest.json").read_text())
     assert manifest["step"] == 7
-    assert manifest["format_version"] == 2
+    assert manifest["format_version"] == 3
     assert sorted(manifest["versions"]) == ["mt-ckpt", "numpy", "torch", "zarr"]
     files = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()}
     assert set(manifest["files"]) == files - {"mt-manifest.json"}

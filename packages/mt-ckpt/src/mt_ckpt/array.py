@@ -1,4 +1,4 @@
-"""Description of one array of a checkpoint, and the names of its files."""
+"""Description of one array of a checkpoint, the names of its files, and the places in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 
 from mt_ckpt.digest import CRC_BYTES
 from mt_ckpt.dtype import dtype_names, stored_dtype
-from mt_ckpt.grid import MAX_CHUNK_BYTES
+from mt_ckpt.grid import MAX_CHUNK_BYTES, MAX_SLICES
+
+_INDEX_ENTRY = 16  # offset and size of a slice
 
 PACKS = "__packs"  # no array can have this name
 _PACK = re.compile(PACKS + r"/\d{5,18}\.zip")
@@ -26,6 +28,7 @@ class ArraySpec:
         shape: Global shape.
         dtype: Name of the tensor's dtype; `stored_dtype` has the one on disk.
         chunks: Shape of a chunk; the last one of a dim may reach over the end, as in Zarr.
+        slices: Shape of a slice, if chunks have slices that can be read alone.
         wide: Whether a bfloat16 is stored as a float32, as in format version 1.
         pack: Path of the pack that holds the array's one chunk; None if its chunks are files.
         offset: Offset of the chunk in the pack, in bytes.
@@ -34,6 +37,7 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: str
     chunks: tuple[int, ...]
+    slices: tuple[int, ...] | None = None
     wide: bool = False
     pack: str | None = None
     offset: int = 0
@@ -46,13 +50,25 @@ class ArraySpec:
                 raise ValueError(f"shape {self.shape} or chunks {self.chunks} are not sizes")
         if len(self.shape) != len(self.chunks) or 0 in self.chunks:
             raise ValueError(f"chunks {self.chunks} do not fit the shape {self.shape}")
-        for chunk, size in zip(self.chunks, self.shape, strict=True):
-            if chunk > max(1, size):
+        if self.slices is not None:
+            self._check_slices(self.slices)
+        for chunk, size, part in zip(
+            self.chunks, self.shape, self.slices or (1,) * len(self.shape), strict=True
+        ):
+            if chunk >= max(1, size) + part:
                 raise ValueError(f"chunks {self.chunks} are larger than the shape {self.shape}")
-        if (size := self.chunk_bytes - CRC_BYTES) > MAX_CHUNK_BYTES:
+        if (size := math.prod(self.chunks) * self.stored.itemsize) > MAX_CHUNK_BYTES:
             raise ValueError(f"chunks {self.chunks} have {size} bytes, more than {MAX_CHUNK_BYTES}")
         if self.pack is not None and not (_PACK.fullmatch(self.pack) and self.shape == self.chunks):
             raise ValueError(f"{self.pack!r} is no pack, or the array is not one chunk")
+
+    def _check_slices(self, part: tuple[int, ...]) -> None:
+        if len(part) != len(self.chunks) or not all(type(n) is int and n > 0 for n in part):
+            raise ValueError(f"slices {part} do not fit the chunks {self.chunks}")
+        if any(n % p for n, p in zip(self.chunks, part, strict=True)):
+            raise ValueError(f"slices {part} do not divide the chunks {self.chunks}")
+        if not 1 < self.num_slices <= MAX_SLICES or self.pack is not None:
+            raise ValueError(f"a chunk {self.chunks} can't have slices {part}")
 
     @property
     def stored(self) -> np.dtype:
@@ -66,8 +82,37 @@ class ArraySpec:
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk with its checksum in bytes."""
+        """Size of a chunk in bytes, with its checksums and the index of its slices."""
+        if self.slices is not None:
+            return self.num_slices * (self.slice_bytes + _INDEX_ENTRY) + CRC_BYTES
         return math.prod(self.chunks) * self.stored.itemsize + CRC_BYTES
+
+    @property
+    def slice_bytes(self) -> int:
+        """Size of a slice with its checksum in bytes."""
+        return math.prod(self.slices or ()) * self.stored.itemsize + CRC_BYTES
+
+    @property
+    def slice_counts(self) -> tuple[int, ...]:
+        """Number of slices of a chunk in each dim; 1 without slices."""
+        return tuple(n // p for n, p in zip(self.chunks, self.slices or self.chunks, strict=True))
+
+    @property
+    def num_slices(self) -> int:
+        """Number of slices of a chunk."""
+        return math.prod(self.slice_counts)
+
+    @property
+    def num_sums(self) -> int:
+        """Number of checksums that the manifest has for each chunk: one for each slice."""
+        return 0 if self.slices is None else self.num_slices
+
+    def slice_index(self) -> bytes:
+        """Return the index at the end of a chunk: offset and size of each slice, little-endian."""
+        places = np.empty((self.num_slices, 2), "<u8")
+        places[:, 0] = np.arange(self.num_slices) * self.slice_bytes
+        places[:, 1] = self.slice_bytes
+        return places.tobytes()
 
     @property
     def num_chunks(self) -> int:

@@ -69,8 +69,8 @@ class Sums:
         self._crc = self._extend(self._crc, cast("bytes", values))
         self._hash.update(values)
 
-    def add_crc(self, stored: np.ndarray) -> None:
-        """Add the crc32c that follows the values, to the digest alone."""
+    def add_stored(self, stored: np.ndarray) -> None:
+        """Add bytes to the digest alone, such as the crc32c that follows the values."""
         self._hash.update(stored)
 
     @property

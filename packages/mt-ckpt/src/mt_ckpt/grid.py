@@ -1,4 +1,8 @@
-"""Boxes of an array, and a regular chunk grid that divides every box into whole chunks."""
+"""Boxes of an array, and a regular grid that divides every box into whole chunks.
+
+A chunk is a stored object. Those of large arrays are divided further into slices, which can be read
+alone; their shape follows from the array, and not from the ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,13 @@ import numpy as np
 from mt_ckpt.error import CheckpointError
 
 MAX_CHUNK_BYTES = 64 * 2**20
+SLICED_BYTES = 16 * 2**20  # of an array from which its chunks have slices
+SLICE_BYTES = 2**20
+MIN_SLICE_BYTES = 2**16
+MAX_SLICES = 2**14  # of a chunk
+_EVEN_PARTS = 4
+_PRIMES = (2, 3, 5, 7, 11, 13)
+_LONG = 64  # elements, of which a part may be missing in the last slice
 _MAX_CHUNKS = 2**20
 
 
@@ -36,18 +47,18 @@ class Box:
 
 def plan_chunks(
     name: str, shape: tuple[int, ...], itemsize: int, boxes: Sequence[Box]
-) -> tuple[int, ...]:
-    """Return the chunk shape for an array that ranks write as `boxes`.
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the shapes of a chunk and of a slice for an array that ranks write as `boxes`.
 
     In each dim the chunk size divides every cut between boxes, so a chunk never has two writers.
-    Chunks above `MAX_CHUNK_BYTES` are then split further.
+    Chunks above `MAX_CHUNK_BYTES` are then split further. The slices are None if chunks have none.
 
     Raises:
         CheckpointError: The boxes leave a hole, overlap, or have no usable common chunk grid.
     """
     boxes = [box for box in boxes if math.prod(box.shape)]
     if len(boxes) == 1 and boxes[0].shape == shape:
-        return _split(shape, list(shape), itemsize)
+        return _sliced(shape, shape, itemsize)
     cuts = [
         sorted({edge for box in boxes for edge in (box.offsets[dim], box.ends[dim])} | {0, size})
         for dim, size in enumerate(shape)
@@ -66,7 +77,68 @@ def plan_chunks(
         )
     # Checked on the grid of all cuts, whose cells are few, and not element by element.
     _check_cover(name, shape, cuts, boxes)
-    return _split(shape, steps, itemsize)
+    return _sliced(shape, tuple(steps), itemsize)
+
+
+def plan_slice(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
+    """Return the shape of a slice of an array; None for an array that is read as a whole.
+
+    Every dim that can be cut evenly is cut in four, so that a half or a quarter of any dim is whole
+    slices. The longest dims are then cut further, down to `SLICE_BYTES`.
+    """
+    if math.prod(shape) * itemsize < SLICED_BYTES:
+        return None
+    part = list(shape)
+
+    def is_above(limit: int) -> bool:
+        return math.prod(part) * itemsize > limit
+
+    for _ in range(_EVEN_PARTS.bit_length() - 1):
+        for dim in sorted(range(len(part)), key=lambda d: -part[d]):
+            if part[dim] % 2 == 0 and is_above(MIN_SLICE_BYTES):
+                part[dim] //= 2
+    while is_above(SLICE_BYTES):
+        longest = max(part)
+        into = next((n for n in _PRIMES if longest % n == 0), 2 if longest >= _LONG else 0)
+        if not into:
+            break
+        part[part.index(longest)] = -(-longest // into)
+    return tuple(part) if not is_above(MAX_CHUNK_BYTES) else None
+
+
+def _sliced(
+    shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return the shapes of a chunk within `steps` and of its slices."""
+    wanted = plan_slice(shape, itemsize)
+    part = None if wanted is None else _fitted(wanted, shape, steps)
+    if part is None:
+        return _split(shape, list(steps), itemsize), None
+    in_parts = tuple(-(-n // p) for n, p in zip(shape, part, strict=True))
+    steps_in_parts = [-(-n // p) for n, p in zip(steps, part, strict=True)]
+    counts = _split(in_parts, steps_in_parts, math.prod(part) * itemsize)
+    if not 1 < math.prod(counts) <= MAX_SLICES:
+        return _split(shape, list(steps), itemsize), None
+    return tuple(n * p for n, p in zip(counts, part, strict=True)), part
+
+
+def _fitted(
+    part: tuple[int, ...], shape: tuple[int, ...], steps: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return a slice of about the shape `part` that divides `steps`; None if there is none."""
+    fitted = []
+    for wanted, size, step in zip(part, shape, steps, strict=True):
+        if step >= size or step % wanted == 0:
+            fitted.append(wanted)
+            continue
+        near = math.gcd(step, wanted)
+        if near * 4 < wanted:
+            least = -(-step // wanted)
+            near = next((step // n for n in range(least, 4 * least) if step % n == 0), 0)
+        if not near:
+            return None
+        fitted.append(near)
+    return tuple(fitted)
 
 
 def _check_cover(

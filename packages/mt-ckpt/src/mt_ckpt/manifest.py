@@ -42,7 +42,7 @@ from mt_ckpt.value import (
 
 T = TypeVar("T")
 MANIFEST = "mt-manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _STEP = re.compile(r"step_(\d{8,18})")
 _HEAD_BYTES = 4096
 _NODE_BYTES = 8192  # of one node's document; ours have about 600
@@ -87,6 +87,8 @@ class Manifest:
                 expected.add(path)
                 if path in self.files and self.files[path].size != spec.chunk_bytes:
                     raise ValueError(f"{path}: a chunk has {spec.chunk_bytes} bytes")
+                if path in self.files and len(self.files[path].sums) != 8 * spec.num_sums:
+                    raise ValueError(f"{path}: a chunk has {spec.num_sums} slices")
         if odd := sorted(expected ^ set(self.files)):
             raise ValueError(f"{odd[0]!r}: no array has it or no record has it")
         nodes = [*groups, *filed]
@@ -175,7 +177,7 @@ class Manifest:
             "step": self.step,
             "metadata": self.metadata,
             "arrays": {name: array_record(spec) for name, spec in self.arrays.items()},
-            "files": {path: [item.size, item.digest] for path, item in self.files.items()},
+            "files": {path: item.record() for path, item in self.files.items()},
         }
         lines = (
             f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}"

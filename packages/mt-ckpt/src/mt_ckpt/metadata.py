@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +25,11 @@ def zarr_documents(
     group = json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}})
     nodes = dict.fromkeys(group_names(list(arrays)), group)
     for name, spec in arrays.items():
-        before, between, after = _array_document(spec.dtype, wide=spec.wide)
-        nodes[name] = f"{before}{[*spec.shape]}{between}{[*spec.chunks]}{after}"
+        texts = _array_document(spec.dtype, wide=spec.wide, sliced=spec.slices is not None)
+        sizes = [
+            str([*each]) for each in (spec.shape, spec.chunks, spec.slices) if each is not None
+        ]
+        nodes[name] = "".join(itertools.chain(*itertools.zip_longest(texts, sizes, fillvalue="")))
     inner = ", ".join(f"{json.dumps(name)}: {text}" for name, text in sorted(nodes.items()))
     root = {
         "zarr_format": 3,
@@ -38,11 +43,11 @@ def zarr_documents(
 
 
 @functools.cache
-def _array_document(dtype: str, *, wide: bool) -> tuple[str, str, str]:
+def _array_document(dtype: str, *, wide: bool, sliced: bool) -> list[str]:
     """Return zarr-python's document for an array of this dtype, with our codecs and chunk keys.
 
     Returns:
-        The text before, between and after the array's shape and the shape of its chunks.
+        The text before, between and after the shapes of the array, its chunks and their slices.
     """
     import zarr
     from zarr.codecs import BytesCodec, Crc32cCodec
@@ -54,6 +59,7 @@ def _array_document(dtype: str, *, wide: bool) -> tuple[str, str, str]:
         MemoryStore(files),
         shape=spec.shape,
         chunks=spec.chunks,
+        shards=spec.chunks if sliced else None,
         dtype=spec.stored,
         serializer=BytesCodec(endian="little"),
         compressors=[Crc32cCodec()],
@@ -64,6 +70,6 @@ def _array_document(dtype: str, *, wide: bool) -> tuple[str, str, str]:
     document = json.loads(files["zarr.json"].to_bytes())
     document["shape"] = "SHAPE"
     document["chunk_grid"] = {"name": "regular", "configuration": {"chunk_shape": "CHUNKS"}}
-    before, _, rest = json.dumps(document).partition('"SHAPE"')
-    between, _, after = rest.partition('"CHUNKS"')
-    return before, between, after
+    if sliced:
+        document["codecs"][0]["configuration"]["chunk_shape"] = "SLICES"
+    return re.split('"(?:SHAPE|CHUNKS|SLICES)"', json.dumps(document))

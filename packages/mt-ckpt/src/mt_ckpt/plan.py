@@ -91,9 +91,10 @@ def plan_arrays(reports: list[list[dict[str, Any]]]) -> Plan:
     arrays = {}
     for name, item in found.items():
         (shape, dtype), boxes = item.kind, item.boxes
-        chunks = plan_chunks(name, shape, item.itemsize, boxes)  # checks the boxes as well
+        # This checks the boxes as well.
+        chunks, slices = plan_chunks(name, shape, item.itemsize, boxes)
         arrays[name] = ArraySpec(
-            shape=shape, dtype=dtype, chunks=shape if name in small else chunks
+            shape=shape, dtype=dtype, chunks=shape if name in small else chunks, slices=slices
         )
     objects = list(_objects(found, arrays, small))
     ranks = share_out([(size, holders) for *_, size, holders in objects])

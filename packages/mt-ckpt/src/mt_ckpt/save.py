@@ -24,6 +24,7 @@ from mt_ckpt.disk import (
     sync_all,
     write_blocks,
 )
+from mt_ckpt.dtype import dtype_name
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.grid import Box, chunk_indices
 from mt_ckpt.lock import claim
@@ -120,9 +121,9 @@ class Save:
     temp: Path | None = field(default=None, init=False)
     old: Path | None = field(default=None, init=False)
     arrays: dict[str, ArraySpec] = field(default_factory=dict, init=False)
-    # Set on every rank: whether there is a plan, its chunks by array, and its packs.
+    # Set on every rank: whether there is a plan, its chunks and slices by array, and its packs.
     agreed: bool = field(default=False, init=False)
-    grids: dict[str, list[int]] = field(default_factory=dict, init=False)
+    grids: dict[str, list[list[int]]] = field(default_factory=dict, init=False)
     packs: tuple[list[Pack], dict[str, Kind]] = field(default=([], {}), init=False)
     files: dict[str, FileRecord] = field(default_factory=dict, init=False)
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
@@ -175,19 +176,23 @@ class Save:
         plan = plan_arrays([report["shards"] for report in reports])
         self.arrays = plan.arrays
         return {
-            "chunks": {n: spec.chunks for n, spec in plan.arrays.items() if spec.pack is None},
+            "grids": {
+                name: [spec.chunks, spec.slices]
+                for name, spec in plan.arrays.items()
+                if spec.pack is None
+            },
             "writers": plan.writers,
             "packs": packs_to_json(plan.packs, plan.arrays),
         }
 
     def own(self, plan: dict[str, Any], rank: int) -> None:
         """Keep what this rank writes, on every rank."""
-        self.grids, self.agreed = plan["chunks"], True
+        self.grids, self.agreed = plan["grids"], True
         self.packs = packs_from_json(plan["packs"])
         self.shards = own_shards(
             self.shards,
             rank,
-            chunks=self.grids,
+            chunks={name: chunks for name, (chunks, _) in self.grids.items()},
             writers=plan["writers"],
             packs=self.packs[0],
         )
@@ -244,35 +249,41 @@ class Save:
                 file=str(temp),
             )
 
-        def write(task: tuple[TensorShard, tuple[int, ...], tuple[int, ...]]) -> list[Any]:
+        def write(task: tuple[TensorShard, tuple[int, ...], ArraySpec]) -> list[Any]:
             chunk = ChunkWriter(*task)
             path = temp / chunk.path
             write_blocks(self.disk, path, chunk.blocks(), size=chunk.size, total=plan["total"])
             sync(self.disk, path)
-            return [chunk.path, chunk.size, chunk.sums.digest]
+            return [chunk.path, chunk.size, chunk.sums.digest, chunk.slice_sums]
 
         records: dict[str, list[Any]] = {}
         for pack in gathering.own:
             content, offsets = gathering.content(pack, step=self.step)
             create_file(self.disk, temp / pack.file, content, total=plan["total"])
             sync(self.disk, temp / pack.file)
-            records[pack.file] = [len(content), digest_of(content), offsets]
+            records[pack.file] = [len(content), digest_of(content), "", offsets]
         written = in_threads(write, self.chunks(), threads=self.disk.threads)
         records |= {path: record for path, *record in written}
         self.event("save.data")
         return records
 
-    def chunks(self) -> Iterator[tuple[TensorShard, tuple[int, ...], tuple[int, ...]]]:
-        """Yield box, index and shape of each chunk that this rank writes."""
+    def chunks(self) -> Iterator[tuple[TensorShard, tuple[int, ...], ArraySpec]]:
+        """Yield box, index and array of each chunk that this rank writes."""
         # Each shard is popped, so that its memory is free once it is written.
         self.shards.reverse()
         while self.shards:
             shard = self.shards.pop()
             if shard.name in self.grids:
-                shape = tuple(self.grids[shard.name])
+                chunks, slices = self.grids[shard.name]
+                spec = ArraySpec(
+                    shape=shard.global_shape,
+                    dtype=dtype_name(shard.tensor.dtype),
+                    chunks=tuple(chunks),
+                    slices=None if slices is None else tuple(slices),
+                )
                 box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
-                for index in chunk_indices(box, shape):
-                    yield shard, index, shape
+                for index in chunk_indices(box, spec.chunks):
+                    yield shard, index, spec
 
     def commit(self, reports: list[dict[str, list[Any]]]) -> None:
         """Write the manifest, rename, move `latest`, and remove old checkpoints, on rank 0."""
@@ -280,8 +291,8 @@ class Save:
         assert temp is not None, "prepare has made it"  # noqa: S101 - for the type checker
         metadata_files = list(self.files)
         for report in reports:
-            for path, (size, digest, *offsets) in report.items():
-                self.files[path] = FileRecord(size=size, digest=digest)
+            for path, (size, digest, sums, *offsets) in report.items():
+                self.files[path] = FileRecord(size=size, digest=digest, sums=sums)
                 for name, offset in (offsets[0] if offsets else {}).items():
                     self.arrays[name] = replace(self.arrays[name], offset=offset)
         manifest = Manifest(

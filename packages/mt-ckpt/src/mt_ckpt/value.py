@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ MAX_BYTES = 128 * 2**20
 # A parsed value takes up to a hundred bytes, however short its text is.
 _MAX_VALUES = 2**22
 _MAX_DEPTH = 256
+_SUMS = re.compile(r"([0-9a-f]{8})+")
 
 
 def check_metadata(metadata: Any) -> None:
@@ -51,17 +53,29 @@ def too_large(text: bytes) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Size of a file, and the digest of its content, which names its algorithm."""
+    """A file of a checkpoint.
+
+    Attributes:
+        size: Its size in bytes.
+        digest: Digest of its content, which names its algorithm.
+        sums: The crc32c of each slice as stored, four bytes each in hex; empty without slices.
+    """
 
     size: int
     digest: str
+    sums: str = ""
+
+    def record(self) -> list[Any]:
+        """Return the record as JSON."""
+        return [self.size, self.digest, *([self.sums] if self.sums else [])]
 
 
 def array_record(spec: ArraySpec) -> dict[str, Any]:
     """Return the description of an array as JSON."""
     record: dict[str, Any] = {"shape": list(spec.shape), "dtype": spec.dtype}
     if spec.pack is None:
-        return record | {"chunks": list(spec.chunks)}
+        sliced = {} if spec.slices is None else {"slices": list(spec.slices)}
+        return record | {"chunks": list(spec.chunks)} | sliced
     return record | {"pack": spec.pack, "offset": spec.offset}
 
 
@@ -73,6 +87,15 @@ def array_spec(name: str, record: Any, version: int) -> ArraySpec:
         ):
             return ArraySpec(
                 shape=tuple(shape), dtype=dtype, chunks=tuple(chunks), wide=version == 1
+            )
+        case {
+            "shape": list(shape),
+            "dtype": str(dtype),
+            "chunks": list(chunks),
+            "slices": list(slices),
+        } if len(record) == 4 and version > 2:
+            return ArraySpec(
+                shape=tuple(shape), dtype=dtype, chunks=tuple(chunks), slices=tuple(slices)
             )
         case {
             "shape": list(shape),
@@ -105,4 +128,7 @@ def file_record(name: str, value: Any, version: int) -> FileRecord:
             named = f"sha256:{digest}" if version == 1 else digest
             if is_digest(named):
                 return FileRecord(size=size, digest=named)
-    raise ValueError(f"the record of {name!r} must be [size, digest]")
+        case [int(size), str(digest), str(sums)] if size >= 0 and version > 2:
+            if is_digest(digest) and _SUMS.fullmatch(sums):
+                return FileRecord(size=size, digest=digest, sums=sums)
+    raise ValueError(f"the record of {name!r} must be [size, digest] or [size, digest, sums]")

@@ -12,7 +12,15 @@ from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest
 from mt_ckpt.metadata import zarr_documents
-from mt_ckpt.stored.content import DamageError, damage, inventory, read_chunk, read_file, read_pack
+from mt_ckpt.stored.content import (
+    DamageError,
+    damage,
+    inventory,
+    read_chunk,
+    read_file,
+    read_pack,
+    read_slices,
+)
 from mt_ckpt.stored.packing import pack_bytes, read_zip
 
 
@@ -45,6 +53,8 @@ def _verify(path: Path) -> list[Problem]:
                 _check_document(path, manifest, name, content, documents[name])
             elif name in manifest.packs:
                 _check_pack(path, manifest, name)
+            elif (spec := manifest.arrays[name.rpartition("/")[0]]).slices is not None:
+                read_slices(path, manifest, name, spec)
             else:
                 read_chunk(path, manifest, name)
         except DamageError as error:

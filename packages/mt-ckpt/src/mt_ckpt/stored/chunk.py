@@ -1,15 +1,14 @@
-"""The bytes of a chunk, in blocks: little-endian values, then their crc32c."""
+"""The bytes of a chunk, in blocks: little-endian values and their crc32c, or slices of such."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from mt_ckpt.array import chunk_file
-from mt_ckpt.digest import CRC_BYTES, Sums
-from mt_ckpt.dtype import dtype_name, stored_dtype, to_stored
+from mt_ckpt.array import ArraySpec, chunk_file
+from mt_ckpt.digest import CRC_BYTES, Sums, crc32c
+from mt_ckpt.dtype import to_stored
 from mt_ckpt.grid import Box, overlap
 from mt_ckpt.shard import TensorShard
 
@@ -26,41 +25,66 @@ class ChunkWriter:
     Args:
         shard: The box.
         index: Index of the chunk in the array's grid.
-        chunk_shape: Shape of a chunk.
+        spec: The array.
 
     Attributes:
         path: Path of the chunk's file.
         size: Its size in bytes.
         sums: Checksum and digest, which are complete after the last block.
+        slice_sums: The crc32c of each slice in hex, complete after the last block.
     """
 
-    def __init__(
-        self, shard: TensorShard, index: tuple[int, ...], chunk_shape: tuple[int, ...]
-    ) -> None:
+    def __init__(self, shard: TensorShard, index: tuple[int, ...], spec: ArraySpec) -> None:
         self.path = chunk_file(shard.name, index)
-        dtype = stored_dtype(dtype_name(shard.tensor.dtype))
-        self.size = math.prod(chunk_shape) * dtype.itemsize + CRC_BYTES
+        self.size, self.sums, self.slice_sums = spec.chunk_bytes, Sums(), ""
         box = Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
-        in_box, in_chunk = overlap(box, index, chunk_shape)
-        part = to_stored(shard.tensor[in_box])
-        if part.shape != chunk_shape:  # the end of the array: Zarr stores whole chunks
-            whole = np.zeros(chunk_shape, dtype)
-            whole[in_chunk] = part
-            part = whole
-        self._values = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        self.sums = Sums()
+        in_box, self._within = overlap(box, index, spec.chunks)
+        self._spec, self._values = spec, to_stored(shard.tensor[in_box])
 
     def blocks(self) -> Iterator[memoryview]:
         """Yield the content; each block overwrites the one before."""
-        size = self._values.size
-        memory = np.empty(min(size, BLOCK_BYTES) + CRC_BYTES, np.uint8)
-        for start in range(0, size, BLOCK_BYTES):
-            values = memory[: min(size - start, BLOCK_BYTES)]
-            values[...] = self._values[start : start + len(values)]
+        return self._plain_blocks() if self._spec.slices is None else self._slices()
+
+    def _plain_blocks(self) -> Iterator[memoryview]:
+        part, shape = self._values, self._spec.chunks
+        if part.shape != shape:  # the end of the array: Zarr stores whole chunks
+            whole = np.zeros(shape, part.dtype)
+            whole[self._within] = part
+            part = whole
+        given = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        memory = np.empty(min(given.size, BLOCK_BYTES) + CRC_BYTES, np.uint8)
+        for start in range(0, given.size, BLOCK_BYTES):
+            values = memory[: min(given.size - start, BLOCK_BYTES)]
+            values[...] = given[start : start + len(values)]
             self.sums.add(values)
             end = len(values)
-            if start + end == size:
+            if start + end == given.size:
                 memory[end : end + CRC_BYTES] = self.sums.crc
-                self.sums.add_crc(memory[end : end + CRC_BYTES])
+                self.sums.add_stored(memory[end : end + CRC_BYTES])
                 end += CRC_BYTES
             yield memory[:end].data
+
+    def _slices(self) -> Iterator[memoryview]:
+        spec, slices = self._spec, self._spec.slices or ()
+        memory = np.empty(spec.slice_bytes, np.uint8)
+        data = memory[:-CRC_BYTES]
+        values = data.view(spec.stored).reshape(slices)
+        given = Box(offsets=(0,) * len(slices), shape=self._values.shape)
+        sums: list[str] = []
+        for index in np.ndindex(spec.slice_counts):
+            in_given, in_slice = overlap(given, index, slices)
+            part = self._values[in_given]
+            if part.shape != slices:  # beyond the end of the array
+                values[...] = 0
+            if part.size:
+                values[in_slice] = part
+            crc = memory[-CRC_BYTES:]
+            crc[...] = crc32c(data)
+            self.sums.add_stored(memory)
+            sums.append(crc.tobytes().hex())
+            yield memory.data
+        self.slice_sums = "".join(sums)
+        places = np.frombuffer(spec.slice_index(), np.uint8)
+        end = np.concatenate([places, crc32c(places)])
+        self.sums.add_stored(end)
+        yield end.data

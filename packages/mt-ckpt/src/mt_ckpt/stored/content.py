@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +19,7 @@ from mt_ckpt.manifest import MANIFEST, Manifest, other_step, read_manifest
 from mt_ckpt.stored.chunk import BLOCK_BYTES
 from mt_ckpt.value import FileRecord
 
+_WRONG_SLICE = "its content has changed: the crc32c of a slice differs from the manifest's"
 _WRONG_CRC = "its crc32c is not that of its values, so other programs would refuse it"
 _ADVICE = "Load another step, or restore the files from a copy."
 
@@ -155,10 +156,64 @@ def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray | Non
             sums.add(block)
         _fill(stream, crc)
     found = sums.crc
-    sums.add_crc(crc)
+    sums.add_stored(crc)
     _check(path, manifest, name, sums.digest)
     if not np.array_equal(crc, found):
         raise damage(path, manifest, name, _WRONG_CRC)
+
+
+def read_slices(
+    path: Path,
+    manifest: Manifest,
+    name: str,
+    spec: ArraySpec,
+    take: Callable[[int, np.ndarray], None] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> None:
+    """Read slices of a chunk and check them.
+
+    Args:
+        path: The step directory.
+        manifest: Its manifest.
+        name: Path of the chunk.
+        spec: Its array.
+        take: Called with the number of each slice and its values, which the next one overwrites.
+        numbers: The slices to read, of which the manifest's crc32c are checked; by default all,
+            with digest and index.
+
+    Raises:
+        DamageError: The chunk is not what the manifest says. Values were taken before.
+    """
+    record, is_whole = manifest.files[name], numbers is None
+    sums, wrong = Sums(record.digest.partition(":")[0]), ""
+    memory = np.empty(spec.slice_bytes, np.uint8)
+    data, crc = memory[:-CRC_BYTES], memory[-CRC_BYTES:]
+    with _opened(path, manifest, name) as stream:
+        for number in range(spec.num_slices) if numbers is None else numbers:
+            stream.seek(number * spec.slice_bytes)
+            _fill(stream, memory)
+            found = crc32c(data).tobytes()
+            if found != crc.tobytes():
+                wrong = wrong or _WRONG_CRC
+            if crc.tobytes().hex() != record.sums[8 * number : 8 * number + 8]:
+                wrong = _WRONG_SLICE
+            if is_whole:
+                sums.add_stored(memory)
+            elif wrong:
+                raise damage(path, manifest, name, _WRONG_SLICE)
+            if take is not None:
+                take(number, data)
+        if not is_whole:
+            return
+        end = np.empty(record.size - spec.num_slices * spec.slice_bytes, np.uint8)
+        _fill(stream, end)
+    sums.add_stored(end)
+    _check(path, manifest, name, sums.digest)
+    places = spec.slice_index()
+    if end.tobytes() != places + crc32c(np.frombuffer(places, np.uint8)).tobytes():
+        wrong = "its index gives other places than its slices have"
+    if wrong:
+        raise damage(path, manifest, name, wrong)
 
 
 def _fill(stream: BinaryIO, block: np.ndarray) -> None:

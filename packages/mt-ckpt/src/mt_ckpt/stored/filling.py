@@ -15,10 +15,10 @@ from mt_ckpt.array import ArraySpec, chunk_file
 from mt_ckpt.digest import CRC_BYTES
 from mt_ckpt.disk import in_threads
 from mt_ckpt.dtype import dtype_name, from_stored
-from mt_ckpt.grid import Box, chunk_indices, overlap
+from mt_ckpt.grid import Box, chunk_indices, chunk_number, overlap
 from mt_ckpt.manifest import Manifest
 from mt_ckpt.shard import TensorShard
-from mt_ckpt.stored.content import read_chunk, read_pack
+from mt_ckpt.stored.content import read_chunk, read_pack, read_slices
 
 THREADS = 4
 _Task = tuple[list[TensorShard], tuple[int, ...]]
@@ -74,10 +74,13 @@ class Filler:
             for shard in shards:
                 spec = self._manifest.arrays[shard.name]
                 end = spec.offset + spec.chunk_bytes - CRC_BYTES
-                _copy(content[spec.offset : end], shard, (0,) * len(spec.shape), spec)
+                _copy(content[spec.offset : end], shard, (0,) * len(spec.shape), spec.shape, spec)
 
     def _fill_chunk(self, shard: TensorShard, index: tuple[int, ...], spec: ArraySpec) -> None:
         name = chunk_file(shard.name, index)
+        if spec.slices is not None:
+            self._fill_slices(shard, index, spec)
+            return
         in_box, _ = overlap(_box(shard), index, spec.chunks)
         plain = _plain(shard.tensor.detach()[in_box], spec)
         if plain is not None:
@@ -85,7 +88,31 @@ class Filler:
             return
         values = np.empty(math.prod(spec.chunks) * spec.stored.itemsize, np.uint8)
         read_chunk(self._path, self._manifest, name, values)
-        _copy(values, shard, index, spec)
+        _copy(values, shard, index, spec.chunks, spec)
+
+    def _fill_slices(self, shard: TensorShard, index: tuple[int, ...], spec: ArraySpec) -> None:
+        """Read the slices of a chunk that a box overlaps, or the whole chunk if it needs all."""
+        slices = spec.slices or ()
+        _, in_chunk = overlap(_box(shard), index, spec.chunks)
+        sides = [side for side in in_chunk if isinstance(side, slice)]
+        part = Box(
+            offsets=tuple(side.start for side in sides),
+            shape=tuple(side.stop - side.start for side in sides),
+        )
+        wanted = {
+            chunk_number(place, spec.chunks, slices): tuple(
+                i * count + at for i, count, at in zip(index, spec.slice_counts, place, strict=True)
+            )
+            for place in chunk_indices(part, slices)
+        }
+
+        def take(number: int, values: np.ndarray) -> None:
+            if number in wanted:
+                _copy(values, shard, wanted[number], slices, spec)
+
+        name = chunk_file(shard.name, index)
+        some = sorted(wanted) if len(wanted) < spec.num_slices else None
+        read_slices(self._path, self._manifest, name, spec, take, some)
 
     def _pack(self, name: str) -> bytes:
         with self._lock:
@@ -102,10 +129,24 @@ def _box(shard: TensorShard) -> Box:
     return Box(offsets=shard.offsets, shape=tuple(shard.tensor.shape))
 
 
-def _copy(values: np.ndarray, shard: TensorShard, index: tuple[int, ...], spec: ArraySpec) -> None:
-    """Copy the values of a chunk into the part of a box that it overlaps."""
-    in_box, in_chunk = overlap(_box(shard), index, spec.chunks)
-    chunk = values.view(spec.stored).reshape(spec.chunks)
+def _copy(
+    values: np.ndarray,
+    shard: TensorShard,
+    index: tuple[int, ...],
+    shape: tuple[int, ...],
+    spec: ArraySpec,
+) -> None:
+    """Copy the values of a chunk, or of a slice, into the part of a box that it overlaps.
+
+    Args:
+        values: The values.
+        shard: The box.
+        index: Index of the chunk or slice among those of the array.
+        shape: Its shape.
+        spec: The array.
+    """
+    in_box, in_chunk = overlap(_box(shard), index, shape)
+    chunk = values.view(spec.stored).reshape(shape)
     shard.tensor.detach()[in_box].copy_(from_stored(chunk[in_chunk], spec.dtype))
 
 
