@@ -19,7 +19,7 @@ from mt_testing import KillAt, expect_kill
 # name -> (global shape, spec, pipeline stages that hold it as owner, stages that hold a copy)
 MODEL = {
     "embedding.weight": ((8, 4), PartitionSpec("tp"), 0, -1),
-    "layers.0.qkv": ((4, 3, 2, 4), PartitionSpec("tp"), 0, None),
+    "layers.0.qkv": ((8, 3, 2, 4), PartitionSpec("tp"), 0, None),
     "layers.0.norm": ((4,), PartitionSpec(), 0, None),
     "layers.1.mlp": ((2, 8, 4), PartitionSpec(None, "tp"), -1, None),
     "layers.1.experts": ((4, 8, 4), PartitionSpec("ep", "etp"), -1, None),
@@ -98,6 +98,28 @@ def test_every_layout_saves_whole_arrays_that_every_layout_loads(tmp_path_factor
         path, [TensorShard(f"model/{n}", t) for n, t in full.items()], ignore=["optimizer/"]
     )
     assert all(torch.equal(full[name], whole(name)) for name in MODEL)
+
+
+POWERS = (1, 2, 4, 8)
+ALL = [
+    ParallelLayout(tp=tp, pp=pp, dp=dp)
+    for tp in POWERS
+    for pp in POWERS
+    for dp in POWERS
+    if tp * pp * dp <= 8
+]
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize(
+    "saved", ALL, ids=lambda layout: f"tp{layout.tp}-pp{layout.pp}-dp{layout.dp}"
+)
+def test_what_a_layout_saves_each_of_the_twenty_loads(tmp_path, saved):
+    shards = [shard for rank in range(saved.world_size) for shard in all_shards(saved, rank)[2]]
+    path = save_checkpoint(tmp_path, 1, shards, {"tag": 1})
+    for loaded in ALL:
+        for rank in range(loaded.world_size):
+            assert_loads(path, loaded, rank, ignore=("model/", "optimizer/"))
 
 
 def test_copies_and_replicas_are_not_written():
