@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -249,7 +250,9 @@ class Save:
                 file=str(temp),
             )
 
-        def write(task: tuple[TensorShard, tuple[int, ...], ArraySpec]) -> list[Any]:
+        def write(task: tuple[TensorShard, tuple[int, ...], ArraySpec] | Path) -> list[Any] | None:
+            if isinstance(task, Path):  # a document, which is on the disk before its folder is
+                return sync(self.disk, task)
             chunk = ChunkWriter(*task)
             path = temp / chunk.path
             write_blocks(self.disk, path, chunk.blocks(), size=chunk.size, total=plan["total"])
@@ -262,8 +265,12 @@ class Save:
             create_file(self.disk, temp / pack.file, content, total=plan["total"])
             sync(self.disk, temp / pack.file)
             records[pack.file] = [len(content), digest_of(content), "", offsets]
-        written = in_threads(write, self.chunks(), threads=self.disk.threads)
-        records |= {path: record for path, *record in written}
+        documents = [temp / path for path in self.files]  # on rank 0
+        tasks = itertools.chain(self.chunks(), documents)
+        written = in_threads(write, tasks, threads=self.disk.threads)
+        records |= {item[0]: item[1:] for item in written if item is not None}
+        folders = {parent for path in (*self.files, *records) for parent in Path(path).parents}
+        sync_all(self.disk, (temp / folder for folder in sorted(folders - {Path()})))
         self.event("save.data")
         return records
 
@@ -289,7 +296,6 @@ class Save:
         """Write the manifest, rename, move `latest`, and remove old checkpoints, on rank 0."""
         temp, final = self.temp, self.root / step_name(self.step)
         assert temp is not None, "prepare has made it"  # noqa: S101 - for the type checker
-        metadata_files = list(self.files)
         for report in reports:
             for path, (size, digest, sums, *offsets) in report.items():
                 self.files[path] = FileRecord(size=size, digest=digest, sums=sums)
@@ -300,8 +306,7 @@ class Save:
         )
         # The manifest comes last: a directory without it is no checkpoint.
         create_file(self.disk, temp / MANIFEST, manifest.encode())
-        folders = {parent for path in self.files for parent in Path(path).parents}
-        sync_all(self.disk, (temp / path for path in (*metadata_files, MANIFEST, *folders)))
+        sync_all(self.disk, (temp / MANIFEST, temp))
         self.event("save.manifest")
         named = self.check_free()  # again, for file systems without locks
         # Renaming over a directory isn't atomic, so an existing step moves aside first.
