@@ -26,6 +26,7 @@ from mt_ckpt.state import save as save
 
 if TYPE_CHECKING:
     from mt_ckpt.background import BackgroundSaver as BackgroundSaver
+    from mt_ckpt.exchange.megatron import open_megatron as open_megatron
     from mt_ckpt.verify import verify_checkpoint as verify_checkpoint
 else:
     __getattr__ = resolve_later(__name__)

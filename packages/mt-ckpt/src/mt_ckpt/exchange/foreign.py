@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,22 @@ class ForeignCheckpoint:
             CheckpointError: A file is damaged.
         """
         return self.tensors[name].read(self.files)
+
+    @contextlib.contextmanager
+    def reading(self, folder: Path) -> Iterator[Callable[[str], Tensor]]:
+        """Yield a function that returns a whole tensor by its name, for the block.
+
+        Tensors are pages of files: of the checkpoint, or of temporary ones below `folder` for those
+        in several pieces.
+        """
+        with Pages.within(folder) as pages:
+
+            def read(name: str) -> Tensor:
+                tensor = self.tensors[name]
+                into = None if tensor.in_place else pages.empty(tensor.shape, tensor.dtype)
+                return tensor.read(self.files, into=into)
+
+            yield read
 
     def shards(self, pages: Pages, prefix: str, report: Report) -> Iterator[TensorShard]:
         """Yield all tensors as arrays of a checkpoint.

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mt_files import UserError, run_command, say
+
+if TYPE_CHECKING:
+    from mt_model import StackConfig
 
 _DIFFERENT = 1
 
@@ -19,14 +22,17 @@ class CommandError(UserError):
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Convert a Hugging Face folder to a run folder, for mt-infer and mt-train.
+    """Convert a Hugging Face folder, or a step of Megatron-LM, to a run folder.
+
+    mt-infer and mt-train read it.
 
     Attributes:
-        folder: A folder with config.json and safetensors files, or a model of the Hugging Face hub
-            in the local cache, such as Qwen/Qwen3-0.6B.
+        folder: A folder with config.json and safetensors files, a model of the Hugging Face hub in
+            the local cache, such as Qwen/Qwen3-0.6B, or a step that Megatron-core's
+            dist_checkpointing wrote, such as iter_0001000.
         out: The run folder: new, or empty.
         vocab_multiple: Multiple to which rows of embedding and head are padded, so that ranks can
-            split them; by default 128, or 8 below 1024 tokens.
+            split them; by default 128, or 8 below 1024 tokens. Megatron's are padded already.
         eod: The token that ends a document, if it is not the folder's eos_token.
         download: Download a model of the hub that is not in the cache.
     """
@@ -39,13 +45,17 @@ class Import:
 
     def run(self) -> int:
         """Run the command."""
+        from mt_hf.megatron.importing import import_megatron, is_megatron
         from mt_hf.reading.hub import find_folder
         from mt_hf.writing.checkpoint import import_pretrained
 
-        folder = find_folder(self.folder, download=self.download)
-        config = import_pretrained(
-            folder, self.out, vocab_multiple=self.vocab_multiple, eod=self.eod
-        )
+        if is_megatron(self.folder):
+            config: StackConfig = import_megatron(self.folder, self.out)
+        else:
+            folder = find_folder(self.folder, download=self.download)
+            config = import_pretrained(
+                folder, self.out, vocab_multiple=self.vocab_multiple, eod=self.eod
+            )
         say(f"{self.out}: {config.num_layers} layers, {config.num_parameters} parameters")
         return 0
 

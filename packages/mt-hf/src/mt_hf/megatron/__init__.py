@@ -1,0 +1,1 @@
+"""Reading of checkpoints that Megatron-core wrote."""
