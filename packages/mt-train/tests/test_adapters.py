@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from mt_ckpt import SavedModel, inspect_checkpoint
 from mt_files import UserError
 from mt_hf import from_pretrained, save_pretrained
 from mt_model import GPT, MoEConfig, gpt
@@ -39,8 +40,9 @@ def started(tiny, folder, tmp_path_factory):
     return dataclasses.replace(tiny, config=config)
 
 
+@pytest.mark.parametrize("base", [(), ("lora.base_format=int4-g8",)], ids=["plain", "codes"])
 def test_a_killed_run_of_adapters_goes_on_to_the_same_bits(
-    started, losses, weights, tmp_path
+    started, losses, weights, tmp_path, base
 ) -> None:
     class KilledError(Exception):
         pass
@@ -49,7 +51,7 @@ def test_a_killed_run_of_adapters_goes_on_to_the_same_bits(
         if name == "train.update" and next(steps) == 2:
             raise KilledError
 
-    settings = (LORA, "checkpoint.every=1", "optimizer.ema=0.9", "lora.dropout=0.2")
+    settings = (LORA, *base, "checkpoint.every=1", "optimizer.ema=0.9", "lora.dropout=0.2")
     started.run(tmp_path / "whole", *settings)
     steps = iter(range(9))
     with pytest.raises(KilledError):
@@ -83,6 +85,11 @@ def test_frozen_parameters_stay_and_the_others_learn(started, folder, weights, t
     (("training.freeze=['*']",), "leaves nothing to train"),
     ((LORA, "lora.layers=['*.experts.*']", "lora.dropout=0.1"), "takes no dropout"),
     ((LORA, "lora.rank=0"), "lora.rank"),
+    ((LORA, "lora.base_format=int9"), "lora.base_format.*unknown weight format 'int9'"),
+    ((LORA, "lora.base_format=int4"), "lora.base_format.*mixer.qkv has 16 in a row"),
+    ((LORA, "lora.base_format=int4-g16", "parallel.tp=2"), "mixer.out has 8 in a row on each rank"),
+    ((LORA, "lora.base_format=int8", "precision.recipe=mxfp8"), "precision.recipe.*codes already"),
+    ((LORA, "lora.base_format=int8", "training.compile=true"), "training.compile.*anew for each"),
     ((LORA, "lora.ranks=1"), r"Did you mean lora.rank\?"),
     ((LORA, "quantization.recipe=int8"), "quantization.*lora freezes"),
     ((LORA, "model={hidden_size: 8, num_layers: 1, num_heads: 1}"), "name their folder with model"),
@@ -104,12 +111,25 @@ def test_adapters_go_on_with_their_base_alone(started, folder, tmp_path) -> None
         started.run(tmp_path / "run", "lora={rank: 3, alpha: 4}")
 
 
-def test_adapters_adapt_a_run(started, tiny, weights, tmp_path) -> None:
+def test_adapters_go_on_beside_the_same_format_alone(started, tmp_path) -> None:
+    started.run(tmp_path / "run", LORA, "lora.base_format=int8", "training.steps=1")
+    step = tmp_path / "run/checkpoints/step_00000001"
+    told = inspect_checkpoint(step).metadata_as(SavedModel).adapters
+    assert told.base_format == "int8"
+    for other, words in (("int4-g8", "int8 -> int4-g8"), ("null", "int8 -> none")):
+        with pytest.raises(UserError, match=f"lora.base_format: {words}"):
+            started.run(tmp_path / "run", LORA, f"lora.base_format={other}")
+
+
+def test_adapters_adapt_a_run(started, tiny, losses, weights, tmp_path) -> None:
     tiny.run(tmp_path / "base")
     how = (f"checkpoint.load={tmp_path / 'base'}", "checkpoint.load_mode=weights", "lora={rank: 2}")
     tiny.run(tmp_path / "run", *how, "training.steps=1")
     tiny.run(tmp_path / "run", *how)
     assert all(".lora." in name for name in weights(tmp_path / "run", 4))
+    tiny.run(tmp_path / "codes", *how, "lora.base_format=int8", "training.steps=1")
+    first, rounded = losses(tmp_path / "run")[1], losses(tmp_path / "codes")[1]
+    assert first != rounded == pytest.approx(first, rel=1e-3)
     again = (f"checkpoint.load={tmp_path / 'run'}", *how[1:])
     with pytest.raises(UserError, match="holds adapters alone"):
         tiny.run(tmp_path / "third", *again)

@@ -85,6 +85,8 @@ class SavedAdapters:
         layers: Globs of the adapted layers; None for the model's usual ones.
         base: Folder with the adapted weights: a step directory, or a folder of Hugging Face.
         sha256: Digest of its weights; `mt_hf.base_digest`.
+        base_format: Format of mt-quant to which the weights of linear layers were rounded, beside
+            which the adapters were trained; None for the weights as they are.
     """
 
     rank: int
@@ -92,6 +94,7 @@ class SavedAdapters:
     layers: tuple[str, ...] | None
     base: str
     sha256: str
+    base_format: str | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)

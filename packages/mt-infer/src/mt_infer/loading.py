@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mt_ckpt import (
     Manifest,
     RunFolder,
+    SavedAdapters,
     SavedModel,
     SavedTokenizer,
     TensorShard,
@@ -98,6 +99,12 @@ class Run:
         """The folder with the chat template: a run has its own if it learnt conversations."""
         is_own = self.step is not None and (self.folder / _CHAT_TEMPLATE).is_file()
         return self.folder if is_own else self.hugging_face
+
+    @property
+    def base_format(self) -> str | None:
+        """Format from which the base of the run's adapters is dequantised; None for none."""
+        saved = _saved_adapters(self.source) if isinstance(self.source, Path) else None
+        return None if saved is None else saved.base_format
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -382,7 +389,7 @@ def fill_weights(
     """Read the weights of a run's checkpoint into a model; all ranks of the group call it."""
     if not isinstance(run.source, Path):
         raise RunError(f"{run.folder} is a folder of Hugging Face and has no steps")
-    if _is_adapted(run.source):
+    if _saved_adapters(run.source) is not None:
         _fill_adapted(model, run.source, state, ema=ema)
         return
     # Stored weights are the optimizer's fp32 or fp64 masters; training casts them down too.
@@ -403,8 +410,8 @@ def fill_weights(
     _check_finite(run.source, shards)
 
 
-def _is_adapted(path: Path) -> bool:
-    return inspect_checkpoint(path).metadata_as(SavedModel).adapters is not None
+def _saved_adapters(path: Path) -> SavedAdapters | None:
+    return inspect_checkpoint(path).metadata_as(SavedModel).adapters
 
 
 def _fill_adapted(model: GPT, path: Path, state: ParallelState, *, ema: bool) -> None:

@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from mt_model.stack.fake_quantization import block_linears as block_linears
     from mt_model.stack.fake_quantization import fake_quantize as fake_quantize
     from mt_model.stack.fake_quantization import grouped_layers as grouped_layers
+    from mt_model.stack.fake_quantization import matrix_shape as matrix_shape
     from mt_model.stack.initialization import initializer as initializer
     from mt_model.stack.routers import balance_experts as balance_experts
     from mt_model.stack.routers import expert_loads as expert_loads
@@ -116,6 +117,8 @@ if TYPE_CHECKING:
     from mt_model.stack.stage_graph import graph_stage as graph_stage
     from mt_model.stack.validation import validate_context as validate_context
     from mt_model.stack.validation import validate_split as validate_split
+    from mt_model.stack.weight_codes import WeightCodes as WeightCodes
+    from mt_model.stack.weight_codes import weight_codes as weight_codes
     from mt_model.vision.encoder import VisionEncoder as VisionEncoder
 else:
     # What needs torch is resolved at first use: a configuration is checked without it.

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mt_quant.checkpoints.stored import StoredLinear as StoredLinear
     from mt_quant.checkpoints.stored import join_rows as join_rows
     from mt_quant.checkpoints.writing import LayoutWriter as LayoutWriter
+    from mt_quant.layers.part import check_part as check_part
+    from mt_quant.layers.part import quantize_part as quantize_part
     from mt_quant.layers.shared_input import SharedInput as SharedInput
     from mt_quant.methods.awq import awq as awq
     from mt_quant.methods.gptq import gptq as gptq

@@ -182,9 +182,8 @@ class LoraAdapter(nn.Module):
 
     def _inputs(self) -> list[tuple[int, int, int]]:
         """Return this rank's size of each input dim, the ranks that split it and its index."""
-        weight = self.layer.weight
-        dims = range(weight.dim() - self.matrix.in_dims, weight.dim())
-        return [(weight.shape[dim], *self.layer.ranks_of(dim)) for dim in dims]
+        first, sizes = self.b.dim() - 1, self.a.shape[self.a.dim() - self.matrix.in_dims :]
+        return [(size, *self.layer.ranks_of(dim)) for dim, size in enumerate(sizes, first)]
 
     def _draw(self) -> None:
         """Fill this rank's part of A."""
@@ -265,14 +264,22 @@ class LoraAdapter(nn.Module):
             As the layer's weight.
         """
         given = self.a, self.b, self.matrix, self.parts
-        return lora_delta(*given, scale=self.scale, lead=self._lead).view_as(self.layer.weight)
+        return lora_delta(*given, scale=self.scale, lead=self._lead)
 
     @torch.no_grad()
     def merge(self) -> None:
         """Add the adapter to the layer's weight; forward then costs as much as the layer.
 
         `state_dict` remembers that. To save only parameters, unmerge first.
+
+        Raises:
+            ValueError: The weight is stored as codes, which hold no sums.
         """
+        if not self.layer.weight.is_floating_point():
+            raise ValueError(
+                "the layer's weight is stored as codes, which hold no sums; merge the adapter into "
+                "a model with the dequantised weights"
+            )
         if not self.merged:
             self.layer.weight.add_(self.delta())
             self.merged = True

@@ -13,8 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mt_files import shorten
-from mt_model import LoraConfig, StackConfig, saved_tensors
-from mt_tensor_parallel import LoraAdapter, adapters, lora_delta
+from mt_model import (
+    LoraConfig,
+    StackConfig,
+    block_linears,
+    grouped_layers,
+    matrix_shape,
+    saved_tensors,
+)
+from mt_tensor_parallel import GemmLayer, LoraAdapter, adapters, lora_delta
 from torch import Tensor
 
 from mt_hf.family.error import ExchangeError
@@ -35,6 +42,8 @@ class AdaptedWeights:
         adapters: The adapters by the names of their layers, without values.
         shapes: Shape of each parameter and buffer of the model.
         prefix: Prefix of the adapters' arrays.
+        format: Format to which weights of linear layers are rounded before; None for none.
+        linears: Linear layers whose weights are rounded, by name, without values.
     """
 
     arrays: ArrayReader
@@ -42,6 +51,8 @@ class AdaptedWeights:
     adapters: Mapping[str, LoraAdapter]
     shapes: Mapping[str, tuple[int, ...]]
     prefix: str
+    format: str | None
+    linears: Mapping[str, GemmLayer]
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -70,12 +81,12 @@ class AdaptedWeights:
         first = (0,) * into.dim() if starts is None else tuple(starts)
         adapter = self.adapters.get(name.removesuffix(".weight"))
         if adapter is None or not name.endswith(".weight"):
-            self._fill_base(name, into, first)
+            self._fill_rounded(name, into, first)
             return
         a, b = self.matrices(name.removesuffix(".weight"))
         wide = torch.promote_types(a.dtype, torch.float32)
         values = torch.empty(into.shape, dtype=wide)
-        self._fill_base(name, values, first)
+        self._fill_rounded(name, values, first)
         given = a.to(wide), b.to(wide), adapter.matrix, adapter.parts
         delta = lora_delta(*given, scale=adapter.scale, lead=adapter.layer.lead_dims)
         box = tuple(slice(at, at + n) for at, n in zip(first, into.shape, strict=True))
@@ -95,6 +106,24 @@ class AdaptedWeights:
         values = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
         self.arrays.fill(TensorShard(name, values))
         return values
+
+    def _fill_rounded(self, name: str, into: Tensor, starts: tuple[int, ...]) -> None:
+        """Fill a box of the base, with the values that the adapters were trained beside."""
+        layer = self.linears.get(name.removesuffix(".weight"))
+        if self.format is None or layer is None or not name.endswith(".weight"):
+            self._fill_base(name, into, starts)
+            return
+        from mt_quant import quantize_weight  # only a rounded base needs it
+
+        # Scales cover whole rows, or the whole matrix: each one that the box cuts is read.
+        lead, shape = layer.lead_dims, self.shapes[name]
+        box = tuple(slice(at, at + n) for at, n in zip(starts, into.shape, strict=True))
+        for expert in range(into.shape[0]) if lead else (0,):
+            whole = torch.empty(*(1,) * lead, *shape[lead:])
+            self._fill_base(name, whole, (starts[0] + expert,) * lead + (0,) * len(shape[lead:]))
+            codes = quantize_weight(whole.view(-1, matrix_shape(layer).columns), self.format)
+            values = codes.dequantize(into.dtype).view(shape[lead:])
+            (into[expert] if lead else into).copy_(values[box[lead:]])
 
     def _fill_base(self, name: str, into: Tensor, starts: tuple[int, ...]) -> None:
         from mt_ckpt import RunFolder, TensorShard
@@ -135,6 +164,8 @@ def open_adapted(
         "adapters": dict(adapters(model)),
         "shapes": {n: tuple(x.shape) for n, x in saved_tensors(model) if ".lora." not in n},
         "prefix": RunFolder.EMA if ema else RunFolder.WEIGHTS,
+        "format": told.base_format,
+        "linears": {**block_linears(model), **grouped_layers(model)},
     }
     if not (folder / "zarr.json").is_file():
         pretrained = open_pretrained(folder).padded(getattr(config, "vocab_multiple", 1))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from mt_hf.reading.tensors import tensors_in
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MOST = 1 << 17  # tensors of an adapter
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_EXPERTS = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\..+")
+# Parameters of transformers' layers of experts, in the order in which PEFT wraps them.
+PARAMETERS = MappingProxyType({"up": "gate_up_proj", "down": "down_proj"})
 _REGEX = re.compile(r"[*+?()\[\]{}|\\^$]")
 # Fields that say how the adapter was made, or which layers have one, as the tensors do.
 _IGNORED = frozenset([
@@ -51,6 +55,7 @@ class LoraFields:
         peft_type: Kind of the adapter.
         bias: Which biases are trained too.
         init_lora_weights: How the matrices started.
+        target_parameters: Ends of the names of parameters with adapters, of all experts of a layer.
     """
 
     r: int = 8
@@ -61,6 +66,7 @@ class LoraFields:
     peft_type: str = "LORA"
     bias: str = "none"
     init_lora_weights: bool | str | None = True
+    target_parameters: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)
@@ -91,6 +97,10 @@ class LoraFields:
             raise ExchangeError(f"{CONFIG}: the rank of {name} is {wanted}, and lora_A has {rank}")
         alpha = _by_name(self.alpha_pattern, name, self.lora_alpha)
         return alpha / (rank**0.5 if self.use_rslora else rank)
+
+    def targets(self, parameter: str) -> bool:
+        """Return whether a parameter has an adapter of its own."""
+        return any(f".{parameter}".endswith(f".{end}") for end in self.target_parameters or ())
 
 
 def read_lora(
@@ -126,7 +136,8 @@ def read_lora(
     elif alpha is not None:
         raise ExchangeError(f"alpha={alpha} is for tensors; a folder says it in its {CONFIG}")
     else:
-        pairs, scale = stored_pairs(Path(source))
+        pairs, fields = stored_pairs(Path(source))
+        scale = fields.scale
     names = _Names(model)
     found: dict[str, list[tuple[Tensor, Tensor]]] = {}
     for name, (a, b) in pairs.items():
@@ -143,15 +154,26 @@ def read_lora(
 
 
 def stored_pairs(
-    folder: Path,
-) -> tuple[dict[str, tuple[Tensor, Tensor]], Callable[[str, int], float]]:
-    """Return A and B of each layer of a PEFT folder, in fp32 or wider, and their factors.
+    folder: Path, *, experts: bool = False
+) -> tuple[dict[str, tuple[Tensor, Tensor]], LoraFields]:
+    """Return A and B of each layer of a PEFT folder, in fp32 or wider, and its fields.
+
+    Args:
+        folder: The folder.
+        experts: Whether adapters of all experts of a layer are read.
 
     Raises:
         ExchangeError: A field or a tensor is not supported.
         FileError: A file can't be read.
     """
-    return _pairs(_stored(folder)), _fields(folder).scale
+    fields = _fields(folder)
+    if fields.target_parameters and not experts:
+        raise ExchangeError(
+            f"{folder / CONFIG}: is no adapter that mt reads:\n  target_parameters: "
+            f"{shorten(fields.target_parameters)} is not supported; merge the adapter into the "
+            "model with PEFT"
+        )
+    return _pairs(_stored(folder)), fields
 
 
 def peft_name(family: Family, source: str) -> str:
@@ -161,6 +183,12 @@ def peft_name(family: Family, source: str) -> str:
         if name.startswith(ours):
             return beginning + name.removeprefix(ours)
     return f"{family.wrapper}{name}"
+
+
+def experts_module(family: Family, source: str) -> str | None:
+    """Return the name in PEFT of the module of all experts, from a stored tensor of one of them."""
+    match = _EXPERTS.fullmatch(source)
+    return None if match is None else f"{family.wrapper}{match[1]}.mlp.experts"
 
 
 def _fields(folder: Path) -> LoraFields:

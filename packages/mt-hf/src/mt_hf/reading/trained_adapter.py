@@ -14,7 +14,15 @@ from torch import Tensor
 
 from mt_hf.family.error import ExchangeError
 from mt_hf.family.link import Link, inside
-from mt_hf.reading.lora import matrix_index, peft_name, sources_of, stored_pairs
+from mt_hf.reading.lora import (
+    PARAMETERS,
+    LoraFields,
+    experts_module,
+    matrix_index,
+    peft_name,
+    sources_of,
+    stored_pairs,
+)
 from mt_hf.reading.pretrained import by_target, linked
 from mt_hf.reading.registry import find_family
 
@@ -41,28 +49,34 @@ def read_adapter(
         `layers.0.mixer.qkv.lora.a`, in fp32 or wider.
 
     Raises:
-        ExchangeError: The folder has other layers or ranks than the model, adapters of experts, or
-            what `read_lora` does not read.
+        ExchangeError: The folder has other layers or ranks than the model, or what `read_lora` does
+            not read, adapters of experts (`target_parameters`) excepted.
         FileError: A file can't be read.
     """
     known, _ = find_family(config, family)
     links, shapes = linked(known, config)
     of_layer = by_target(links, shapes)
-    given, scale = stored_pairs(Path(folder))
+    given, fields = stored_pairs(Path(folder), experts=True)
     found, used = dict[str, Tensor](), set[str]()
     for layer, adapter in adapters(config.build(device="meta", lora=lora)):
         if adapter.layer.lead_dims:
-            raise ExchangeError(f"{layer}: adapters of experts are not read; leave them out")
+            module = experts_module(known, of_layer[f"{layer}.weight"][0].source)
+            name = _expert_name(module, layer, fields)
+            if name not in given:
+                raise _missing(layer)
+            pair = _of_experts(adapter, *given[name], f"{folder}: {name}")
+            own_a, own_b = pair[0], pair[1] * (fields.scale(name, adapter.rank) / adapter.scale)
+            found |= {f"{layer}.lora.a": own_a, f"{layer}.lora.b": own_b}
+            used.add(name)
+            continue
         own: dict[str, Pair] = {}
         for link in of_layer[f"{layer}.weight"]:
             name = peft_name(known, link.source)
             if name not in given:
                 continue
             a, b = given[name]
-            if a.shape[0] != adapter.rank:
-                text = f"has rank {a.shape[0]}, and lora.rank is {adapter.rank}; use the same"
-                raise ExchangeError(f"{folder}: {name} {text}")
-            own[link.source] = a, b * (scale(name, a.shape[0]) / adapter.scale)
+            _check_rank(a.shape[0], adapter, f"{folder}: {name}")
+            own[link.source] = a, b * (fields.scale(name, a.shape[0]) / adapter.scale)
         (own_a, own_b), sources = _placed(layer, adapter, shapes[f"{layer}.weight"], of_layer, own)
         found |= {f"{layer}.lora.a": own_a, f"{layer}.lora.b": own_b}
         used |= {peft_name(known, source) for source in sources}
@@ -70,6 +84,50 @@ def read_adapter(
         text = f"has adapters of {', '.join(map(shorten, left[:_SHOWN]))}, which the model has not"
         raise ExchangeError(f"{folder}: {text}; name their layers in lora.layers")
     return found
+
+
+def _check_rank(rank: int, adapter: LoraAdapter, where: str) -> None:
+    if rank != adapter.rank:
+        text = f"has rank {rank}, and lora.rank is {adapter.rank}; use the same"
+        raise ExchangeError(f"{where} {text}")
+
+
+def _missing(layer: str) -> ExchangeError:
+    return ExchangeError(
+        f"the folder has no adapter of {layer}, or of a part of it; name in lora.layers those that "
+        "it has"
+    )
+
+
+def _expert_name(module: str | None, layer: str, fields: LoraFields) -> str:
+    """Return the name in PEFT of the adapter of a layer of experts; empty for none.
+
+    PEFT wraps a module once for each of its parameters, the first one innermost.
+    """
+    wrapped = [name for name in PARAMETERS.values() if fields.targets(f"{module}.{name}")]
+    wanted = PARAMETERS[layer.rpartition(".")[2]]
+    if module is None or wanted not in wrapped:
+        return ""
+    return module + ".base_layer" * (len(wrapped) - 1 - wrapped.index(wanted))
+
+
+def _of_experts(adapter: LoraAdapter, a: Tensor, b: Tensor, where: str) -> Pair:
+    """Return A and B of a layer of experts from those of PEFT, where experts share two matrices.
+
+    Shape:
+        a: [experts * rank, in]. b: [out, rank * experts]. Returns those of `LoraAdapter`.
+    """
+    experts, rank, *_ = adapter.a.shape
+    _check_rank(len(a) // experts, adapter, where)
+    sizes = (
+        (experts * rank, adapter.a[0, 0].numel()),
+        (adapter.b[0, ..., 0].numel(), rank * experts),
+    )
+    if (tuple(a.shape), tuple(b.shape)) != sizes:
+        text = f"has lora_A {list(a.shape)} and lora_B {list(b.shape)}, and {experts} experts need "
+        raise ExchangeError(f"{where} {text}{list(sizes[0])} and {list(sizes[1])}")
+    of_each = b.view(len(b), rank, experts).permute(2, 0, 1)
+    return a.view(adapter.a.shape), of_each.reshape(adapter.b.shape)
 
 
 def _placed(
@@ -113,10 +171,7 @@ def _placed(
             b[here >= 0] = given_b[here[here >= 0]]
             used.add(link.source)
         if not filled.all():
-            raise ExchangeError(
-                f"the folder has no adapter of {layer}, or of a part of it; name in lora.layers "
-                "those that it has"
-            )
+            raise _missing(layer)
         own_a.copy_(a.view(own_a.shape))
         own_b.copy_(b.view(own_b.shape))
     return (found_a, found_b), used

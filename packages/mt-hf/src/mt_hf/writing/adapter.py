@@ -6,7 +6,6 @@ It needs mt-ckpt, from the extra `mt-hf[cli]`.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,9 @@ from mt_hf.reading.adapted import AdaptedWeights, open_adapted
 from mt_hf.reading.description import read_description
 from mt_hf.reading.lora import (
     CONFIG,
+    PARAMETERS,
     WEIGHTS,
+    experts_module,
     join_pair,
     matrix_index,
     peft_name,
@@ -39,9 +40,6 @@ from mt_hf.writing.checkpoint import source_of
 from mt_hf.writing.files import check_free, new_folder
 
 _PREFIX = "base_model.model."
-_EXPERTS = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.\d+\..+")
-# Parameters of transformers' layers of experts, in the order in which PEFT wraps them.
-_PARAMETERS = {"up": "gate_up_proj", "down": "down_proj"}
 
 
 def export_adapter(
@@ -162,15 +160,14 @@ class _Written:
 
     def _add_experts(self, layer: str, a: Tensor, b: Tensor) -> None:
         link = self._links[f"{layer}.weight"][0]
-        match = _EXPERTS.fullmatch(link.source)
-        if match is None:
+        module = experts_module(self.family, link.source)
+        if module is None:
             raise ExchangeError(
                 f"the adapter of {layer} has no place in PEFT for a {self.family.name} model; "
                 "export merged weights"
             )
         pair = a.flatten(0, 1), b.flatten(1, -2).permute(1, 2, 0).flatten(1)
-        module = f"{self.family.wrapper}{match[1]}.mlp.experts"
-        self.experts.setdefault(module, {})[_PARAMETERS[layer.rpartition(".")[2]]] = pair
+        self.experts.setdefault(module, {})[PARAMETERS[layer.rpartition(".")[2]]] = pair
 
     def _joined(self) -> dict[str, tuple[Tensor, Tensor]]:
         return {
@@ -182,7 +179,7 @@ class _Written:
         """Return all matrices by their names in PEFT."""
         named = self._joined()
         for module, own in self.experts.items():
-            order = [own[name] for name in _PARAMETERS.values() if name in own]
+            order = [own[name] for name in PARAMETERS.values() if name in own]
             for depth, pair in enumerate(reversed(order)):  # the last one is the outermost
                 named[module + ".base_layer" * depth] = pair
         found: dict[str, Tensor] = {}

@@ -45,6 +45,8 @@ def continuation(
 
     The other ranks follow it.
     """
+    if run.base_format is not None and env.rank == 0:
+        say(f"the adapters are added to their base, dequantised from {run.base_format}")
     tp = env.world_size // command.pp
     layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
     how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}

@@ -120,7 +120,8 @@ class CrossAttention(nn.Module):
         Shape:
             memory: [B, M, size]. Returns [B, M, G, D] twice.
         """
-        made = self.key_value(memory.to(self.key_value.weight.dtype))
+        weight = self.key_value.weight
+        made = self.key_value(memory.to(weight.dtype) if weight.is_floating_point() else memory)
         if self.gathers:
             made = all_gather(made, self.group, dim=-1)[:, :, self.own_group : self.own_group + 1]
         key, value = made.unbind(3)

@@ -177,9 +177,10 @@ class LatentAttention(nn.Module):
         return by_rows(product, x) if self.kernels.is_invariant else product(x)
 
     def _by_head(self) -> Tensor:
-        """Return the weight of `key_value`; with an adapter, from its output for unit latents."""
-        if adapter_of(self.key_value) is None:
-            return self.key_value.weight
+        """Return the weight of `key_value`; of codes or with an adapter, from its output."""
+        weight = self.key_value.weight
+        if adapter_of(self.key_value) is None and weight.is_floating_point():
+            return weight
         unit = torch.eye(
             self.rank, dtype=self.latent.weight.dtype, device=self.latent.weight.device
         )

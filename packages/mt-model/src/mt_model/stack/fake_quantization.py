@@ -11,6 +11,7 @@ from mt_quant import Decision, FakeQuantizer, LinearShape
 from mt_tensor_parallel import (
     ColumnParallelLinear,
     Gemm,
+    GemmLayer,
     Operand,
     Role,
     RowParallelLinear,
@@ -77,9 +78,7 @@ def fake_quantize(
     made: dict[str, FakeQuantizedGemm] = {}
     dense = {n: layer for n, layer in block_linears(stage).items() if decisions[n].weight}
     for name, layer in (dense | dict(grouped_layers(stage))).items():
-        is_experts = isinstance(layer, GroupedLinear)
-        found = _shape_of_experts(layer, group) if is_experts else LinearShape.of(layer)
-        shape = cast("LinearShape", found)
+        shape = matrix_shape(layer, group)
 
         def gemm_for(own: str, shape: LinearShape = shape) -> Gemm:
             if decisions[own].weight is None:
@@ -91,8 +90,15 @@ def fake_quantize(
     return made
 
 
-def _shape_of_experts(layer: GroupedLinear, group: Group) -> LinearShape:
-    """Return how the weight of one expert lies."""
+def matrix_shape(layer: GemmLayer, group: Group = None) -> LinearShape:
+    """Return the sizes and split of a block's linear layer; of one expert where it has several.
+
+    Args:
+        layer: The layer.
+        group: Group of the ranks that share an expert (etp).
+    """
+    if not isinstance(layer, GroupedLinear):
+        return cast("LinearShape", LinearShape.of(layer))
     _, *outputs, features = layer.weight.shape
     is_out = layer.split == "out"
     whole = group_size(group) == 1

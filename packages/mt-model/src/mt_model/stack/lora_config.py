@@ -22,12 +22,16 @@ class LoraConfig:
         layers: Globs of the layers with adapters, such as `*.mixer.qkv` or `layers.3.*`, or of
             matrices in them, such as `*.mixer.qkv.value`; `*` matches dots too. By default all
             linear layers of blocks but routed experts, for which name `*.experts.*`.
+        base_format: Format of mt-quant in which the frozen weights of linear layers are kept, such
+            as `int8`, `int4-g64` or `mxfp4`, with adapters or without, experts' too (QLoRA;
+            Dettmers et al., 2023); by default they are as they are.
     """
 
     rank: int
     alpha: float | None = None
     dropout: float = 0.0
     layers: tuple[str, ...] | None = None
+    base_format: str | None = None
 
     def __post_init__(self) -> None:
         checks = Checks(self)

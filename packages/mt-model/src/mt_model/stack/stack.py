@@ -186,6 +186,10 @@ class Stack(nn.Module, ABC, Generic[Config]):
         defer_weight_gradients(self, self.wgrad_store)
         if where.type != "meta":
             materialize(self, config, state, seed=seed, device=where)
+        if lora is not None and lora.base_format is not None:
+            self._code_weights(
+                lora.base_format, has_values=where.type != "meta" and seed is not None
+            )
 
     _drops_adapters = False
 
@@ -507,6 +511,11 @@ class Stack(nn.Module, ABC, Generic[Config]):
         self._drops_adapters = lora.dropout > 0
         for layer in self.stage_layers() if self._drops_adapters else ():
             layer.drop_in_adapters()
+
+    def _code_weights(self, format: str, *, has_values: bool) -> None:
+        from mt_model.stack.weight_codes import code_weights  # brings mt-quant
+
+        code_weights(self, format, group=self.state.group("etp"), has_values=has_values)
 
     def _placement_of(self, layer: int) -> ShardContext:
         again, offloads = self.plan.modules(layer), self.plan.offloads(layer)

@@ -122,7 +122,7 @@ class _Loop:
         return torch.cat([*own, *more])
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        self.rows, self.shape, self.dtype = len(x), weight.shape, weight.dtype
+        (self.rows, self.width), self.shape, self.dtype = x.shape, weight.shape, weight.dtype
         self.x = self._operands(x, "input")
         pairs = zip(self.gemms, self.served, strict=True)
         self.weight: list[Operand] = [gemm.operand(weight[e], "weight") for gemm, e in pairs]
@@ -151,7 +151,7 @@ class _Loop:
     def dgrad(self) -> Tensor:
         all_three = zip(self.gemms, self.grad, self.weight, strict=True)
         parts = [gemm.dgrad(g, w) for gemm, g, w in all_three]
-        return self._join(parts, self.shape[2], self.like)
+        return self._join(parts, self.width, self.like)
 
     def wgrad(self) -> Tensor:
         out = self.like.new_zeros(self.shape, dtype=self.dtype)
@@ -229,8 +229,10 @@ def _put_wgrad(products: _Products, context: GroupedContext) -> Tensor | None:
 
 
 def as_autocast(x: Tensor) -> Tensor:
-    """Cast to the dtype of autocast, where autocast is on."""
+    """Cast to the dtype of autocast, where autocast is on; codes of weights stay."""
     device = x.device.type
-    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if x.is_meta or x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    if not torch.is_autocast_enabled(device):
         return x
     return x.to(torch.get_autocast_dtype(device))

@@ -118,6 +118,11 @@ class WeightFormat:
         block = (1, group) if isinstance(group, int) else {"channel": "row"}.get(group, "tensor")
         return _scaling(self.type, block)
 
+    @property
+    def scale_dims(self) -> str:
+        """Letters of the dims of scales: `o` for outputs, `i` for groups of inputs, `1` for one."""
+        return "oi" if isinstance(self.group, int) else {"channel": "o1"}.get(self.group, "11")
+
     def group_size(self, columns: int) -> int:
         """Return the number of inputs of one output that share a scale.
 

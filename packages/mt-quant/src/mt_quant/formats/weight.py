@@ -10,7 +10,7 @@ from mt_files import check_type
 from torch import Tensor
 
 from mt_quant.error import QuantizationError
-from mt_quant.formats.format import WeightFormat
+from mt_quant.formats.format import BLOCKS, WeightFormat
 from mt_quant.formats.grid import Grid, find_grid, grid_of, inverse, nearest, to_codes
 
 if TYPE_CHECKING:
@@ -43,6 +43,32 @@ class QuantizedWeight:
     format: WeightFormat
     columns: int
     level: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls, rows: int, columns: int, format: WeightFormat, *, device: torch.device | None = None
+    ) -> QuantizedWeight:
+        """Return the codes of a weight with these numbers of outputs and inputs, without values.
+
+        Raises:
+            QuantizationError: The groups do not divide the inputs.
+        """
+        groups = columns // format.group_size(columns)
+        scales = (1 if format.group == "tensor" else rows, groups)
+        kinds = {"fp8": torch.float32} | dict.fromkeys(BLOCKS, torch.uint8)
+        signed = format.type == "int8" and format.symmetric
+
+        def make(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            data=make((rows, columns * format.bits // 8), torch.int8 if signed else torch.uint8),
+            scale=make(scales, kinds.get(format.type, torch.bfloat16)),
+            zero=None if format.symmetric else make(scales, torch.uint8),
+            level=make((1, 1), torch.float32) if format.type == "nvfp4" else None,
+            format=format,
+            columns=columns,
+        )
 
     @property
     def shape(self) -> tuple[int, int]:

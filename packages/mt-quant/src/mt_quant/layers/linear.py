@@ -330,9 +330,8 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 def dims_of(name: str, format: WeightFormat) -> str:
     """Return the letters of a state tensor's dims; see `LinearShape.box`."""
-    group = format.group
-    scale = "oi" if isinstance(group, int) else {"channel": "o1"}.get(group, "11")
-    dims = {"weight_data": "oi", "weight_scale": scale, "weight_zero": scale}
+    dims = {"weight_data": "oi"}
+    dims |= dict.fromkeys(("weight_scale", "weight_zero"), format.scale_dims)
     dims |= {"weight_level": "11", "input_scale": "i", "low_rank_down": "ri", "low_rank_up": "or"}
     return (dims | {"input_step": "11"})[name]
 
@@ -381,10 +380,9 @@ def check_tensors(
             f"{format} codes need {', '.join(sorted(needed))}; missing: "
             f"{', '.join(missing) or 'none'}, unknown: {', '.join(unknown) or 'none'}"
         )
-    groups = shape.columns // format.group_size(shape.columns)
-    rows = 1 if format.group == "tensor" else shape.rows
-    sizes = {"weight_data": (shape.rows, shape.columns * format.bits // 8)}
-    sizes |= dict.fromkeys(("weight_scale", "weight_zero"), (rows, groups))
+    like = QuantizedWeight.empty(shape.rows, shape.columns, format, device=torch.device("meta"))
+    scales = tuple(like.scale.shape)
+    sizes = {"weight_data": tuple(like.data.shape), "weight_scale": scales, "weight_zero": scales}
     for name, size in sizes.items():
         if name in tensors and tuple(tensors[name].shape) != size:
             raise QuantizationError(

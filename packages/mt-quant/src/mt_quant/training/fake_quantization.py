@@ -9,6 +9,7 @@ from torch import Tensor
 from mt_quant.error import QuantizationError
 from mt_quant.formats.activation import round_activation
 from mt_quant.formats.weight import quantize_weight
+from mt_quant.layers.part import spans_ranks
 from mt_quant.layers.shape import LinearShape
 from mt_quant.rules.rule import Decision
 
@@ -87,7 +88,7 @@ class FakeQuantizer:
     @torch.no_grad()
     def _rounded(self, weight: Tensor) -> Tensor:
         # Where no scale spans ranks, each rank rounds its part without communication.
-        shape, spans = self.shape, self._spans_ranks()
+        shape, spans = self.shape, spans_ranks(self._format, self.shape)
         whole = shape.gathered(weight.view(*shape.outputs, *shape.inputs)) if spans else weight
         if not bool(whole.isfinite().all()):
             return weight  # the loss becomes non-finite on all ranks, and training reports that
@@ -95,15 +96,6 @@ class FakeQuantizer:
         rows, columns = shape.own(weight.device) if spans else (None, None)
         rounded = rounded if rows is None else rounded[rows]
         return (rounded if columns is None else rounded[:, columns]).contiguous()
-
-    def _spans_ranks(self) -> bool:
-        """Whether numbers that share a scale lie on several ranks."""
-        format, split = self._format, self.shape.split
-        if split is None:
-            return False
-        if format.type == "nvfp4" or format.group == "tensor":
-            return True
-        return split == "inputs" and not isinstance(format.group, int)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -392,6 +392,7 @@ class RunConfig:
         if self.precision.primary_weights:
             text = "true needs fp32 masters, which frozen weights of lora lack; leave it out"
             yield "precision.primary_weights", text
+        yield from self._base_format()
         recompute = self.training.recompute
         plan = not isinstance(recompute, str) and any(rule.modules for rule in recompute.rules)
         reasons = {
@@ -404,6 +405,21 @@ class RunConfig:
         for text, holds in reasons.items() if self.lora.dropout else ():
             if holds:
                 yield "lora.dropout", f"{self.lora.dropout} does not go with {text}, or dropout 0"
+
+    def _base_format(self) -> Iterator[tuple[str, str]]:
+        """Yield what does not go with frozen weights as codes."""
+        if self.lora is None or self.lora.base_format is None:
+            return
+        why = f"does not go with lora.base_format {self.lora.base_format}, whose "
+        if self.precision.recipe is not None:
+            text = f"{self.precision.recipe} {why}weights are codes already; leave one of them out"
+            yield "precision.recipe", text
+        values = f"{why}codes become values anew for each product"
+        if self.training.compile:
+            yield "training.compile", f"true {values}; use compile: false"
+        if self.training.cuda_graphs != "none":
+            text = f"{self.training.cuda_graphs} {values}; use cuda_graphs: none"
+            yield "training.cuda_graphs", text
 
     def _sharding(self) -> Iterator[tuple[str, str]]:
         """Yield conflicts with the sharding of parameters."""

@@ -39,7 +39,12 @@ def adapters_of(config: RunConfig, start: Start, state: ParallelState) -> SavedA
             "restore it"
         )
     return SavedAdapters(
-        rank=lora.rank, alpha=lora.alpha, layers=lora.layers, base=base, sha256=digest
+        rank=lora.rank,
+        alpha=lora.alpha,
+        layers=lora.layers,
+        base=base,
+        sha256=digest,
+        base_format=lora.base_format,
     )
 
 

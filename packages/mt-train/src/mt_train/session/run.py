@@ -269,8 +269,12 @@ class _Session:
             return
         if self.state.rank == 0:
             export(self.config, self.out)
-            for folder in folders.values():
-                reporter.say(f"exported {folder}")
+            lora = self.config.lora
+            format = None if lora is None else lora.base_format
+            for kind, folder in folders.items():
+                is_rounded = kind == "hugging_face" and format is not None
+                added = f", with the base dequantised from {format}" if is_rounded else ""
+                reporter.say(f"exported {folder}{added}")
         summed(self.state, 0)
 
     def _draw(self, reporter: Reporter) -> None:

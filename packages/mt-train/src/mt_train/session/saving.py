@@ -15,6 +15,7 @@ from mt_ckpt import (
     TensorShard,
     inspect_checkpoint,
     load_checkpoint,
+    open_arrays,
     param_shards,
     save_checkpoint,
 )
@@ -26,6 +27,7 @@ from torch.nn import Parameter
 from mt_train.agreement import WORLD, summed
 from mt_train.parts.registry import PARTS
 from mt_train.session.saved import ResumeError, SavedRun
+from mt_train.training.base_codes import codes_of, fill_codes, is_code
 from mt_train.training.trainer import NonFiniteLossError, Trainer
 
 
@@ -159,7 +161,7 @@ def fill_base(trainer: Trainer, folder: Path) -> None:
         CheckpointError: The checkpoint is damaged, or lacks tensors.
         ResumeError: The checkpoint has adapters itself.
     """
-    shards = _frozen_shards(trainer) + _buffer_shards(trainer)
+    shards, codes = _frozen_shards(trainer) + _buffer_shards(trainer), codes_of(trainer.stages)
     if (folder / "zarr.json").is_file():
         if inspect_checkpoint(folder).metadata.get("adapters"):
             raise ResumeError(
@@ -167,14 +169,22 @@ def fill_base(trainer: Trainer, folder: Path) -> None:
                 "them, and name that folder with model.from"
             )
         others = (RunFolder.OPTIMIZER, RunFolder.EMA, *(p.folder for p in PARTS if p.folder))
-        ignore = tuple(f"{prefix}/" for prefix in others)
+        ignore = [f"{prefix}/" for prefix in others]
+        ignore += [f"{RunFolder.WEIGHTS}/layers."] * bool(codes)  # each is read alone
         load_checkpoint(folder, shards, group=trainer.state.group(WORLD), ignore=ignore, cast=True)
+        with open_arrays(folder) as arrays:
+            fill_codes(codes, trainer.state, arrays.fill)
     else:
         model = trainer.stages[0].config
         found = open_pretrained(folder).padded(model.vocab_multiple)
-        for shard in shards:
+
+        def read(shard: TensorShard) -> None:
             name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
             found.fill(name, shard.tensor, shard.offsets)
+
+        for shard in shards:
+            read(shard)
+        fill_codes(codes, trainer.state, read)
     trainer.weights_loaded()
 
 
@@ -281,13 +291,18 @@ def _to_write(trainer: Trainer) -> list[TensorShard]:
 
 
 def _frozen_shards(trainer: Trainer, *, copies: bool = False) -> list[TensorShard]:
-    """List the parameters that are not trained, each rank its own part.
+    """List the parameters that are not trained, each rank its own part; codes are left out.
 
     Args:
         trainer: The trainer.
         copies: Copy them to the dtype that masters have, to be saved like those.
     """
-    frozen = {n: p.detach() for n, p in trainer.named_parameters if not p.requires_grad}
+    codes = codes_of(trainer.stages)
+    frozen = {
+        name: param.detach()
+        for name, param in trainer.named_parameters
+        if not (param.requires_grad or is_code(name, codes))
+    }
     if copies:
         frozen = {n: x.to(torch.promote_types(x.dtype, torch.float32)) for n, x in frozen.items()}
     return _param_shards(trainer, frozen.items(), prefix=RunFolder.WEIGHTS)

@@ -24,7 +24,7 @@ _FIXED = ("seed", "sequence_length")
 
 def _of_adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return what two parts of a run need to have in common."""
-    return None if lora is None else {**lora, "dropout": None, "from": None}
+    return None if lora is None else {"base_format": None, **lora, "dropout": None, "from": None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from mt_parallel_state import ParallelLayout, ParallelState
 from torch import nn
 
 from mt_train.config.loading import LoadedConfig
+from mt_train.training.base_codes import check_base_format
 
 _SHOWN = 8
 
@@ -48,6 +49,7 @@ def check_freezing(loaded: LoadedConfig, model: ModelConfig) -> None:
         plain = model.build(ParallelState(ParallelLayout()), device="meta", seed=None)
         for index, text in unknown_layers(plain, config.lora).items():
             raise loaded.error(f"lora.layers[{index}]", text)
+        check_base_format(loaded, model)
     try:
         whole = whole_model(loaded, model)
     except ValueError as error:

@@ -16,7 +16,7 @@ from mt_data_parallel import GradBuffer, shard
 from mt_files import UserError
 from mt_model import DTYPES, ModelConfig
 from mt_optim import DistributedOptimizer, StepResult, build_optimizer
-from mt_parallel_state import ParallelState, StopSignals, global_shape_of, sharding_of
+from mt_parallel_state import ParallelState, StopSignals, sharding_of
 from mt_pipeline import Executor, TensorSpec
 from mt_schedule import Schedule
 from torch import Tensor
@@ -32,6 +32,7 @@ from mt_train.parts.part import Run, Setup
 from mt_train.parts.registry import wanted_parts
 from mt_train.parts.update import Update
 from mt_train.reporting.metrics import Record
+from mt_train.training.base_codes import codes_of, is_code
 from mt_train.training.data_parallel import reduction, shard_options
 from mt_train.training.freezing import freeze
 from mt_train.training.hardware import memory_bytes, peak_flops
@@ -196,10 +197,14 @@ class Trainer:
         Returns:
             The numbers of all parameters and of trained ones.
         """
-        layout, counts = self.state.layout, [0, 0]
-        for _, param in self.named_parameters:
-            if not sharding_of(param).is_copy:
-                own = math.prod(global_shape_of(param, layout))
+        layout, counts, codes = self.state.layout, [0, 0], codes_of(self.stages)
+        for name, param in self.named_parameters:
+            record, shape, coded = sharding_of(param), tuple(param.shape), codes.get(name)
+            spec = record.spec
+            if coded is not None:  # several to a byte
+                spec, shape = coded.record.spec, coded.full_shape
+            if not record.is_copy and (coded is not None or not is_code(name, codes)):
+                own = math.prod(spec.global_shape(shape, layout))
                 counts[0] += own
                 counts[1] += own * param.requires_grad
         every, trained = summed(self.state, *counts, axes="pp")
