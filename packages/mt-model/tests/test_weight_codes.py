@@ -88,8 +88,7 @@ def test_losses_and_gradients_are_those_of_rounded_weights(name, format) -> None
             assert (
                 param.is_floating_point() or each.rpartition(".")[0] in codes or ".codes." in each
             )
-        moved = copy.deepcopy(model).to(torch.float32)
-        assert moved(torch.arange(8)[None]).isfinite().all()
+    moved = copy.deepcopy(model).to(torch.float32)
     for layer, own in weight_codes(moved).items():
         assert torch.equal(own.dequantized(), codes[layer].dequantized()), layer
 

@@ -11,9 +11,10 @@ import torch
 import yaml
 from mt_ckpt import SavedModel, inspect_checkpoint
 from mt_files import UserError
-from mt_hf import from_pretrained, save_pretrained
+from mt_hf import from_pretrained, open_pretrained, save_pretrained
 from mt_model import GPT, MoEConfig, gpt
 from mt_train import ConfigError, load_config
+from mt_train.training.base_codes import check_base_format
 
 LORA = "lora={rank: 2, alpha: 4}"
 
@@ -87,7 +88,6 @@ def test_frozen_parameters_stay_and_the_others_learn(started, folder, weights, t
     ((LORA, "lora.rank=0"), "lora.rank"),
     ((LORA, "lora.base_format=int9"), "lora.base_format.*unknown weight format 'int9'"),
     ((LORA, "lora.base_format=int4"), "lora.base_format.*mixer.qkv has 16 in a row"),
-    ((LORA, "lora.base_format=int4-g16", "parallel.tp=2"), "mixer.out has 8 in a row on each rank"),
     ((LORA, "lora.base_format=int8", "precision.recipe=mxfp8"), "precision.recipe.*codes already"),
     ((LORA, "lora.base_format=int8", "training.compile=true"), "training.compile.*anew for each"),
     ((LORA, "lora.ranks=1"), r"Did you mean lora.rank\?"),
@@ -116,9 +116,19 @@ def test_adapters_go_on_beside_the_same_format_alone(started, tmp_path) -> None:
     step = tmp_path / "run/checkpoints/step_00000001"
     told = inspect_checkpoint(step).metadata_as(SavedModel).adapters
     assert told.base_format == "int8"
-    for other, words in (("int4-g8", "int8 -> int4-g8"), ("null", "int8 -> none")):
+    for other, words in (("int4-g8", "int8 -> int4-g8"), ("null", "int8 -> null")):
         with pytest.raises(UserError, match=f"lora.base_format: {words}"):
             started.run(tmp_path / "run", LORA, f"lora.base_format={other}")
+
+
+def test_groups_are_whole_on_each_rank(started, folder) -> None:
+    options = [LORA, "lora.base_format=int4-g16", "parallel.tp=2"]
+    model = open_pretrained(folder).config
+    check_base_format(load_config(started.config, options[:2]), model)
+    with pytest.raises(ConfigError, match=r"mixer.out has 8 in a row on each rank"):
+        check_base_format(load_config(started.config, options), model)
+    with pytest.raises(ConfigError, match=r"experts.down has 8 in a row"):
+        check_base_format(load_config(started.config, [*options[:2], "parallel.etp=2"]), model)
 
 
 def test_adapters_adapt_a_run(started, tiny, losses, weights, tmp_path) -> None:

@@ -31,6 +31,17 @@ def test_an_optimizer_has_what_its_rule_keeps(tiny, name):
     assert rank.optimizer == pytest.approx(4 * (1 + moments) * numbers, rel=0.05)
 
 
+def test_a_frozen_base_has_the_bytes_of_its_format(tiny, tmp_path):
+    options = [f"checkpoint.load={tmp_path}", "checkpoint.load_mode=weights", "lora={rank: 1}"]
+    (plain,), (codes,) = (
+        counted(tiny, *options, f"lora.base_format={format}", "training.dtype=bf16")
+        for format in ("null", "int4-g8")
+    )
+    numbers = 16 * (3 * 16 + 16 + 2 * 16 + 16)  # of qkv, out, up and down
+    assert plain.weights - codes.weights == 2 * numbers - (numbers // 2 + 2 * numbers // 8)
+    assert (plain.gradients, plain.optimizer) == (codes.gradients, codes.optimizer)
+
+
 def test_ranks_share_what_the_layout_says(tiny):
     options = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_size=256"]
     options += ["training.global_batch_size=16"]

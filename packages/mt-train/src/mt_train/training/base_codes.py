@@ -51,8 +51,8 @@ def fill_codes(
     for name, own in codes.items():
         part = cast("nn.Parameter", torch.empty(own.full_shape, dtype=torch.float32))
         shard_param(part, own.record.spec, is_copy=own.record.is_copy)
-        place = state.layout, state.rank
-        for shard in param_shards([(name, part)], *place, prefix=RunFolder.WEIGHTS):
+        how = {"prefix": RunFolder.WEIGHTS, "params": {name: part}}
+        for shard in param_shards([(name, part)], state.layout, state.rank, **how):
             read(shard)
         own.store(part.to(own.scale.device))
 
