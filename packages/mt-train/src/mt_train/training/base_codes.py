@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from mt_ckpt import RunFolder, TensorShard, param_shards
@@ -51,7 +51,7 @@ def fill_codes(
     for name, own in codes.items():
         part = cast("nn.Parameter", torch.empty(own.full_shape, dtype=torch.float32))
         shard_param(part, own.record.spec, is_copy=own.record.is_copy)
-        how = {"prefix": RunFolder.WEIGHTS, "params": {name: part}}
+        how: dict[str, Any] = {"prefix": RunFolder.WEIGHTS, "params": {name: part}}
         for shard in param_shards([(name, part)], state.layout, state.rank, **how):
             read(shard)
         own.store(part.to(own.scale.device))
