@@ -166,14 +166,14 @@ def stored_pairs(
         ExchangeError: A field or a tensor is not supported.
         FileError: A file can't be read.
     """
-    fields = _fields(folder)
+    stored, fields = _stored(folder), _fields(folder)
     if fields.target_parameters and not experts:
         raise ExchangeError(
             f"{folder / CONFIG}: is no adapter that mt reads:\n  target_parameters: "
             f"{shorten(fields.target_parameters)} is not supported; merge the adapter into the "
             "model with PEFT"
         )
-    return _pairs(_stored(folder)), fields
+    return _pairs(stored), fields
 
 
 def peft_name(family: Family, source: str) -> str:
