@@ -126,6 +126,8 @@ def hostile_texts(world: World, rng: random.Random, scratch: Path) -> None:
     path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
     if rng.random() < 0.3:
         path.write_bytes(rng.randbytes(5000))
+    if rng.random() < 0.4:
+        path = _damaged_table(rng, scratch)
     skip = rng.choice([(), ("--skip-bad",)])
     tokenizer = str(world.run / "tokenizer.json")
     out = scratch / "out"
@@ -133,6 +135,36 @@ def hostile_texts(world: World, rng: random.Random, scratch: Path) -> None:
     expect(result)
     left = [each.name for each in files_of(scratch) if ".tmp-" in each.name]
     demand(not left, f"left behind: {left}")
+
+
+def _damaged_table(rng: random.Random, scratch: Path) -> Path:
+    """Write a table of texts with a few flipped bits, or a folder of one that `datasets` saved."""
+    import pyarrow.ipc
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": ["old red", "newish blue é" * rng.randrange(40)] * 50})
+    folder = scratch / "tables"
+    folder.mkdir()
+    if rng.random() < 0.3:
+        path = folder / "a.parquet"
+        pyarrow.parquet.write_table(table, path, row_group_size=30)
+    else:
+        path = folder / "a.arrow"
+        with (
+            pyarrow.OSFile(str(path), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
+            writer.write_table(table, max_chunksize=30)
+    for _ in range(rng.choice([1, 1, 4])):
+        flip_bit(path, rng)
+    if rng.random() < 0.3:
+        path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+    if path.suffix == ".arrow" and rng.random() < 0.5:
+        names = [{"filename": rng.choice(["a.arrow", "a.arrow", "../a.arrow", "", "\0", 7])}]
+        state = json.dumps({"_data_files": rng.choice([names, names, names * 9, [[]], None])})
+        (folder / "state.json").write_text(rng.choice([state, state, state[:-1], "[]"]))
+        return folder
+    return path
 
 
 def links_out(world: World, rng: random.Random, scratch: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data import DataError, DataFileError, Document, read_documents, standard_library_sources
-from mt_data.documents import reader as document_module
+from mt_data.documents import records as records_module
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,7 +75,7 @@ def test_bad_lines_are_skipped_and_counted_only_when_asked(tmp_path):
 
 
 def test_line_length_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_module, "MAX_LINE", 100)
+    monkeypatch.setattr(records_module, "MAX_LINE", 100)
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "' + "x" * 200)
     with pytest.raises(DataFileError, match=r"a\.jsonl:1: the line is longer than 100 bytes"):

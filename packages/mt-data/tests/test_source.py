@@ -15,7 +15,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data import DataError, DataFileError, read_documents
-from mt_data.documents import reader as document_module
+from mt_data.documents import reader as reader_module
+from mt_data.documents import records as records_module
 from mt_files import MissingExtraError
 
 TEXTS = ["one\n", "", 'naïve 日本 "quoted" \\ back', "x" * 300, "[{", "}]"]
@@ -58,7 +59,7 @@ def test_damaged_compression_is_named(tmp_path, ending):
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 def test_json_arrays_and_objects_in_a_row_are_documents(tmp_path, monkeypatch, indent, chunk):
-    monkeypatch.setattr(document_module, "_CHUNK", chunk)
+    monkeypatch.setattr(records_module, "_CHUNK", chunk)
     records = [{"id": n, "text": text} for n, text in enumerate(TEXTS)]
     (tmp_path / "array.json").write_text(json.dumps(records, indent=indent, ensure_ascii=False))
     (tmp_path / "lines.json").write_bytes(b"\xef\xbb\xbf" + LINES)
@@ -86,7 +87,7 @@ def test_json_values_are_read_across_any_cut(tmp_path_factory, values, chunk, as
     records = [{"text": value, "number": -1.5e-7} for value in values]
     path.write_text(json.dumps(records, ensure_ascii=ascii_only))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document_module, "_CHUNK", chunk)
+        patch.setattr(records_module, "_CHUNK", chunk)
         assert texts(path) == values
 
 
@@ -159,7 +160,12 @@ def test_bad_parquet_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("a.parquet", "pyarrow.parquet"), ("a.jsonl.zst", "zstandard")]
+    ("name", "module"),
+    [
+        ("a.parquet", "pyarrow.parquet"),
+        ("a.arrow", "pyarrow.ipc"),
+        ("a.jsonl.zst", "zstandard"),
+    ],
 )
 def test_missing_library_says_how_to_install_it(tmp_path, monkeypatch, name, module):
     (tmp_path / name).write_bytes(b"x")
@@ -254,9 +260,9 @@ def test_messages_are_bounded(tmp_path):
 
 
 def test_one_document_has_a_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(document_module, "MAX_TEXT", 100)
-    monkeypatch.setattr(document_module, "MAX_LINE", 100)
-    monkeypatch.setattr(document_module, "_CHUNK", 50)
+    monkeypatch.setattr(reader_module, "MAX_TEXT", 100)
+    monkeypatch.setattr(records_module, "MAX_LINE", 100)
+    monkeypatch.setattr(records_module, "_CHUNK", 50)
     (tmp_path / "a.txt").write_text("x" * 101)
     with pytest.raises(DataFileError, match="is one document of more than 100 bytes"):
         texts(tmp_path / "a.txt")

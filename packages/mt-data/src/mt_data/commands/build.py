@@ -13,7 +13,7 @@ from mt_tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from mt_data.commands.building import Recipe, Skipped
 from mt_data.commands.parts import build_in_parts, in_processes, on_ray
 from mt_data.documents.parts import Part
-from mt_data.documents.reader import Format
+from mt_data.documents.records import Format
 from mt_data.documents.source import STANDARD_INPUT
 from mt_data.error import DataError
 from mt_data.storage.indexed import check_prefix
@@ -25,8 +25,9 @@ class Build:
     """Build a dataset of tokens from texts: OUT.bin, .idx, .json, and the tokenizer beside them.
 
     Attributes:
-        sources: Files (.jsonl, .ndjson, .json, .parquet, or text; also .gz, .zst, .bz2, .xz),
-            folders, globs, - for standard input, or s3:// and gs:// URLs of these.
+        sources: Files (.jsonl, .ndjson, .json, .parquet, .arrow, or text; also .gz, .zst, .bz2,
+            .xz), folders (also saved by Hugging Face's datasets), globs, - for standard input, or
+            s3:// and gs:// URLs of these.
         out: Path of the dataset without ending; required.
         tokenizer: An existing tokenizer.json or sentencepiece .model. Without it, a tokenizer is
             trained on the sources.
@@ -35,7 +36,8 @@ class Build:
         pattern: Rule by which a trained tokenizer splits text: gpt2, code, or a regular expression.
         key: JSON field or column with the text.
         glob: Pattern of the files to read in a folder.
-        format: Format of the files: auto (by their names), jsonl, json, text or parquet.
+        format: Format of the files: auto (by their names), jsonl, json, text, parquet or
+            arrow.
         skip_bad: Skip unreadable lines and files, and count them.
         overwrite: Replace a dataset of that name, unless it is in use.
         workers: Number of processes that encode, or that build parts.

@@ -12,7 +12,9 @@ from mt_tokenizer import Encoder, Tokenizer
 
 from mt_data.corpus import CorpusStats, build_corpus
 from mt_data.documents.parts import Part
-from mt_data.documents.reader import Document, DocumentReader, Format, read_documents
+from mt_data.documents.reader import Document, DocumentReader, read_documents
+from mt_data.documents.records import Format
+from mt_data.documents.split import HeldOut
 from mt_data.error import DataError, DataFileError
 
 SHOWN = 20

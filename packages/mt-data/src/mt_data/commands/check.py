@@ -27,7 +27,8 @@ class Check:
     It ends with 2 if a line is wrong, and names the first lines that are.
 
     Attributes:
-        files: JSONL files, with messages, prompt and completion, or conversations on each line.
+        files: Files of JSON lines, JSON, parquet or Arrow, or folders of them, with messages,
+            prompt and completion, or conversations in each record.
         tokenizer: The model's tokenizer; required.
         template: File of the chat template; by default the one in the tokenizer's folder.
         eod: The special token that ends a document, if the tokenizer has none of the usual ones.

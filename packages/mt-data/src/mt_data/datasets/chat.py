@@ -55,7 +55,8 @@ class ChatDataset(RowDataset):
     of a window follow from seed, epoch and window alone. With `"none"` a row is one conversation.
 
     Args:
-        source: A JSONL file, a folder of them, or several.
+        source: A file of conversations (JSON lines, JSON, parquet, Arrow), a folder of them, or
+            several.
         tokenizer: The tokenizer.
         template: Chat template with this tokenizer; needed for messages.
         sequence_length: Number of tokens of a row.

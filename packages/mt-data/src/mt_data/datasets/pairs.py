@@ -36,7 +36,7 @@ class PairDataset(RowDataset):
     one of the shares that a pair takes of both lengths counts. With `"none"` a row is one pair.
 
     Args:
-        source: A JSONL file, a folder of them, or several.
+        source: A file of pairs (JSON lines, JSON, parquet, Arrow), a folder of them, or several.
         tokenizer: The tokenizer.
         lengths: Number of tokens of the encoder's and of the decoder's sequence.
         start: Id at the start of the decoder's sequence, also used as padding.

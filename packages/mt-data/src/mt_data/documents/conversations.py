@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any
 
 from mt_files import FileError, listed, parse_json, shorten
 
-from mt_data.documents.reader import numbered_lines
+from mt_data.documents.records import format_of, read_records
 from mt_data.documents.source import decompressed, find_files
 from mt_data.error import DataFileError
 
@@ -24,6 +25,8 @@ _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
 }
 _FORMS = "messages; prompt and completion; or conversations"
+_COLUMNS = ("messages", "tools", "prompt", "completion", "conversations", "system")
+_IN_FOLDERS = ("jsonl", "parquet", "arrow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +49,36 @@ class Conversation:
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
-    """Yield the place, such as `talks.jsonl:7`, and the content of each line of JSON lines.
+    """Yield the place, such as `talks.jsonl:7`, and the content of each record as a line of JSON.
 
-    A file may be compressed; of a folder all `.jsonl` files are read.
+    A file of an unknown ending has JSON lines. Of a folder all JSON lines, parquet and Arrow files
+    are read. A null in a row counts as an absent key, except as the content of a message.
 
     Raises:
         DataFileError: A file can't be read, or a line is too long.
     """
-    for source in find_files(path, "**/*.jsonl*"):
+    files = find_files(path, "**/*")
+    for source in [file for file in files if format_of(file) in _IN_FOLDERS] or files:
+        kind = format_of(source)
         with source.open() as file, decompressed(file, source.name) as content:
-            for number, line in numbered_lines(content, source.name):
-                yield f"{source.name}:{number}", line
+            kind = "jsonl" if kind == "text" else kind
+            for number, record in read_records(content, source, kind, columns=_COLUMNS):
+                where = f"{source.name}:{number}"
+                yield where, record if isinstance(record, bytes) else _as_line(where, record)
+
+
+def _as_line(where: str, record: object) -> bytes:
+    try:
+        return json.dumps(_without_nulls(record)).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataFileError(where, f"has a value that is not JSON: {error}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        given = ((key, each) for key, each in value.items() if each is not None or key == "content")
+        return {key: _without_nulls(each) for key, each in given}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def parse_conversation(where: str, line: bytes) -> Conversation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 import mt_files
-from mt_files import require, shorten
+from mt_files import listed, require, shorten
 
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.objects import (
@@ -26,6 +26,8 @@ from mt_data.storage.objects import (
 STANDARD_INPUT = "-"
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 Source = str | os.PathLike[str]
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_MOST_STATE = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +109,74 @@ def find_files(source: Source | Iterable[Source], glob: str) -> list[SourceFile]
         FileNotFoundError: There is no such file or folder.
     """
     if isinstance(source, str | os.PathLike):
-        return list(_find(source, glob, alone=True))
-    return [file for one in source for file in _find(one, glob, alone=False)]
+        return _rows_alone(list(_find(source, glob, alone=True)))
+    return [file for one in source for file in _rows_alone(list(_find(one, glob, alone=False)))]
+
+
+def _rows_alone(files: Sequence[SourceFile]) -> list[SourceFile]:
+    """Return files without those that only describe the data sets which `datasets` saved.
+
+    Such a data set is a folder with a `state.json` beside `.arrow` files, whose names and order it
+    has; several as splits stand beside a `dataset_dict.json`.
+    """
+    folders: dict[str, dict[str, SourceFile]] = {}
+    for file in files:
+        folder, _, name = file.name.rpartition("/")
+        folders.setdefault(folder, {})[name] = file
+    saved = {
+        folder: _saved_rows(own[_STATE], own)
+        for folder, own in folders.items()
+        if _STATE in own and any(file.ending == ".arrow" for file in own.values())
+    }
+    kept: list[SourceFile] = []
+    for file in files:
+        folder, _, name = file.name.rpartition("/")
+        if folder in saved:
+            kept += saved[folder]
+            saved[folder] = []
+        elif name != _SPLITS or not (splits := _splits(folder, saved)):
+            kept.append(file)
+        elif len(splits) > 1:
+            text = f"has several splits; name the folder of one of {listed(splits)}"
+            raise DataFileError(file.name, text)
+    return kept
+
+
+def _splits(folder: str, saved: Iterable[str]) -> list[str]:
+    """Return the names of the saved data sets in a folder."""
+    places = (each.rpartition("/") for each in saved if each)
+    return sorted(name for above, _, name in places if above == folder)
+
+
+def _saved_rows(state: SourceFile, files: Mapping[str, SourceFile]) -> list[SourceFile]:
+    """Return the files with the rows of a data set that `datasets` saved, in their order.
+
+    Args:
+        state: The file that names them.
+        files: The files of its folder by name; those with rows may be compressed.
+    """
+    with state.open() as file:
+        content = file.read(_MOST_STATE)
+    try:
+        record = mt_files.parse_json(content, name=state.name)
+    except mt_files.FileError as error:
+        raise DataFileError(state.name, error.problem) from None
+    match record:
+        case {"_data_files": list(found)} if not record.get("_indices_data_files"):
+            names = [each.get("filename") if isinstance(each, dict) else each for each in found]
+        case _:
+            raise DataFileError(
+                state.name,
+                "does not name files of rows in their order; save the data set anew, after "
+                "flatten_indices()",
+            )
+    rows = []
+    for name in names:
+        found = next((own for end in ("", *COMPRESSED) if (own := files.get(f"{name}{end}"))), None)
+        if found is None or found.ending != ".arrow":
+            raise DataFileError(state.name, f"names {shorten(name)}, which is not beside it")
+        rows.append(found)
+    return rows
 
 
 def _find(source: Source, glob: str, *, alone: bool) -> Iterator[SourceFile]:

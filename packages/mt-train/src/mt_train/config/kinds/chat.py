@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatData(DataSection):
-    """Conversations in JSON lines: the assistant's turns are learnt, with the tokens that end them.
+    """Conversations of files: the assistant's turns are learnt, with the tokens that end them.
 
-    A line has `messages` (with `tools`), `prompt` and `completion`, or ShareGPT's `conversations`;
-    a message may have `train: false` or a `weight`.
+    A line of JSON lines, or a row of a parquet or Arrow file, has `messages` (with `tools`),
+    `prompt` and `completion`, or ShareGPT's `conversations`; a message may have `train: false` or a
+    `weight`.
 
     Attributes:
         template: File of the chat template; by default the one in the tokenizer's folder, which

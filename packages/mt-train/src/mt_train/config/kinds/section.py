@@ -81,8 +81,8 @@ class DataSection:
     directory. The tokens of a corpus are built once, in the run's `data` folder.
 
     Attributes:
-        corpus: `standard-library` (Python's own sources), a folder of text files, a `.jsonl` file
-            or a text file.
+        corpus: `standard-library` (Python's own sources), a file (`.jsonl`, `.json`, `.parquet`,
+            `.arrow` or text) or a folder of files.
         glob: Pattern of the files to read from a corpus folder.
         max_files: Maximum number of documents to read from the corpus.
         vocab_size: Vocabulary size of the tokenizer that mt-train trains on the corpus.
