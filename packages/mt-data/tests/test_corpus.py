@@ -114,8 +114,8 @@ def test_a_corpus_without_text_is_named_and_leaves_nothing(tmp_path, tokenizer, 
         build_corpus(given, tmp_path / "validation", tokenizer)
     assert str(error.value) == (
         f"there is no text for 'validation': {reason}; use a corpus with more text, or if this "
-        "is a held-out part, hold out another share (data.validation_fraction in a "
-        "run's YAML file)"
+        "is a held-out part, hold out another share (mt-data build --held-out; "
+        "data.validation_fraction in a run's YAML file)"
     )
     assert list(tmp_path.iterdir()) == []
 

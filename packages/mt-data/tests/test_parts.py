@@ -11,7 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from mt_data import IndexedDataset, Part, build_corpus, merge_datasets, read_documents
+from mt_data import (
+    DataError,
+    HeldOut,
+    IndexedDataset,
+    Part,
+    build_corpus,
+    merge_datasets,
+    read_documents,
+)
 from mt_data.cli import main
 from mt_tokenizer import load_tokenizer, train_tokenizer
 
@@ -88,6 +96,61 @@ def test_merged_parts_have_the_bytes_of_one_process(source, tmp_path, count):
     random.Random(0).shuffle(prefixes)
     merge_datasets(prefixes, tmp_path / "merged")
     assert content(tmp_path / "merged") == content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("count", [1, 3, 16])
+def test_documents_are_held_out_alike_in_any_number_of_parts(source, tmp_path, command, count):
+    """Both data sets have the bytes of one process, and together each document once."""
+    tokenizer = load_tokenizer(source.parent / "tok.json")
+    whole = build_corpus(read_documents(source), tmp_path / "all", tokenizer)
+    rule = HeldOut(fraction=0.2)
+    stats = build_corpus(read_documents(source), tmp_path / "whole", tokenizer, held_out=rule)
+    held = [document for document in read_documents(source) if rule.holds_out(document)]
+    build_corpus(held, tmp_path / "held", tokenizer)
+    assert content(tmp_path / "whole-validation") == content(tmp_path / "held")
+    assert stats.documents + stats.held_out.documents == whole.documents
+    assert stats.bytes + stats.held_out.bytes == whole.bytes
+    assert stats.empty_documents + stats.held_out.empty_documents == whole.empty_documents
+    prefixes = []
+    for number in range(1, count + 1):
+        prefixes.append(str(tmp_path / f"part{number}"))
+        part = read_documents(source, part=Part(number=number, count=count))
+        build_corpus(part, prefixes[-1], tokenizer, held_out=rule)
+    merge_datasets(prefixes, tmp_path / "train")
+    sides = [f"{prefix}-validation" for prefix in prefixes]
+    merge_datasets(sides, tmp_path / "validation")
+    assert content(tmp_path / "train") == content(tmp_path / "whole")
+    assert content(tmp_path / "validation") == content(tmp_path / "whole-validation")
+    if count > 1:
+        with pytest.raises(DataError, match="is_held_out"):
+            merge_datasets([prefixes[0], *sides[1:]], tmp_path / "mixed")
+    build = "build {source} --tokenizer {tok} --out {out}/c --held-out 0.2"
+    assert command(f"{build} --parts {count}") == (0, "")
+    assert content(tmp_path / "c") == content(tmp_path / "whole")
+    assert content(tmp_path / "c-validation") == content(tmp_path / "whole-validation")
+
+
+def test_a_build_that_was_killed_while_it_wrote_its_datasets_goes_on(tmp_path, command):
+    build = "build {source} --tokenizer {tok} --out {out}/c --held-out 0.2 --parts 2"
+    assert command(build)[0] == 0
+    wanted = content(tmp_path / "c"), content(tmp_path / "c-validation")
+    code, error = command(build)
+    assert code == 2
+    assert "--overwrite" in error
+    (tmp_path / "c.idx").unlink()  # the file that is written last
+    (tmp_path / "c.parts").mkdir()
+    assert command(build)[0] == 0
+    assert (content(tmp_path / "c"), content(tmp_path / "c-validation")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("share", "message"), [("1", "must lie between 0 and 1"), ("1e-9", "'c-validation'")]
+)
+def test_a_share_that_leaves_a_side_empty_is_refused(tmp_path, command, share, message):
+    code, error = command("build {source} --tokenizer {tok} --out {out}/c --held-out " + share)
+    assert code == 2
+    assert message in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_datasets_that_are_no_parts_are_joined_as_given(source, tmp_path):

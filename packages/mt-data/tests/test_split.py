@@ -5,7 +5,15 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mt_data import DataError, Document, parse_split, split_documents, split_files, split_ranges
+from mt_data import (
+    DataError,
+    Document,
+    HeldOut,
+    cut_document,
+    parse_split,
+    split_files,
+    split_ranges,
+)
 
 
 @pytest.mark.parametrize(
@@ -115,13 +123,29 @@ def test_one_file_cannot_be_split():
         split_files(NAMES[:1])
 
 
-def test_documents_of_one_file_are_held_out_by_line_and_of_one_document_the_end():
-    many = [Document(path="a.jsonl", text=f"text {n}", line=n) for n in range(1, 201)]
-    kept, held = split_documents(many, fraction=0.2, seed=1)
-    assert 20 < len(held) < 60
-    assert sorted(kept + held, key=lambda document: document.line) == many
-    assert split_documents(many[:100], fraction=0.2, seed=1)[1] == [
-        d for d in held if d.line <= 100
-    ]
-    (first,), (second,) = split_documents([Document(path="a", text="1\n2\n3\n4\n")], fraction=0.3)
+def test_documents_are_held_out_by_name_as_files_are():
+    many = [Document(path="/data/a.jsonl", text=f"text {n}", line=n) for n in range(1, 201)]
+    names = [f"{document.path}:{document.line}" for document in many]
+    for fraction in (0.2, 1e-9, 1 - 1e-9):
+        rule = HeldOut(fraction=fraction, seed=1, by="name", root="/data").fitted(iter(many))
+        held = [name for name, each in zip(names, many, strict=True) if rule.holds_out(each)]
+        assert held == [*map(str, split_files(names, fraction=fraction, seed=1)[1])]
+        assert 0 < len(held) < 200
+
+
+def test_documents_are_held_out_by_content_whatever_their_place():
+    rule = HeldOut(fraction=0.2, seed=1)
+    here = [Document(path="a", text=f"text {n}", line=n) for n in range(500)]
+    there = [Document(path="b", text=each.text) for each in here[::-1]]
+    held = [each.text for each in here if rule.holds_out(each)]
+    assert held[::-1] == [each.text for each in there if rule.holds_out(each)]
+    assert abs(len(held) - 100) < 4 * (500 * 0.2 * 0.8) ** 0.5
+    other = HeldOut(fraction=0.2, seed=2)
+    assert held != [each.text for each in here if other.holds_out(each)]
+
+
+def test_of_one_document_the_end_is_held_out():
+    first, second = cut_document(Document(path="a", text="1\n2\n3\n4\n"), fraction=0.3)
     assert (first.text, second.text) == ("1\n2\n3\n", "4\n")
+    first, second = cut_document(Document(path="a", text="0123456789"), fraction=0.3)
+    assert (first.text, second.text) == ("0123456", "789")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import tracemalloc
+
 import pytest
+from mt_data import split_files
 from mt_train import ConfigError, load_config
+from mt_train.data.corpus import split_corpus
 
 SETS = "data.validation={{held: {data}/held, both: [{data}/a, {data}/b]}}"
 EVALUATED = ("evaluation.max_windows=null", "evaluation.every=2")
@@ -72,3 +77,21 @@ def test_wrong_sets_say_what_to_write(tiny, validation, text) -> None:
 def test_a_corpus_holds_its_own_documents_out(tiny) -> None:
     with pytest.raises(ConfigError, match=r"data\.validation: is for data\.train"):
         load_config(tiny.config, ["data.train=[]", "data.corpus=standard-library"])
+
+
+def test_a_corpus_is_divided_by_name_and_never_kept_in_memory(tiny, tmp_path) -> None:
+    path, count = tmp_path / "corpus.jsonl", 1500
+    with path.open("w") as file:
+        file.writelines(json.dumps({"text": f"{n} " + "x " * 4000}) + "\n" for n in range(count))
+    corpus = f"data={{corpus: {path}, validation_fraction: 0.2}}"
+    loaded = load_config(tiny.config, [corpus])
+    tracemalloc.start()
+    numbers = [[document.line for document in read()] for read in split_corpus(loaded)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < path.stat().st_size / 4
+    names = [f"{path}:{line}" for line in range(1, count + 1)]
+    sides = split_files(names, fraction=0.2, seed=loaded.config.training.seed)
+    assert [[f"{path}:{line}" for line in side] for side in numbers] == [
+        [str(name) for name in side] for side in sides
+    ]

@@ -57,8 +57,9 @@ if TYPE_CHECKING:
     from mt_data.documents.reader import Document as Document
     from mt_data.documents.reader import read_documents as read_documents
     from mt_data.documents.reader import standard_library_sources as standard_library_sources
+    from mt_data.documents.split import HeldOut as HeldOut
+    from mt_data.documents.split import cut_document as cut_document
     from mt_data.documents.split import parse_split as parse_split
-    from mt_data.documents.split import split_documents as split_documents
     from mt_data.documents.split import split_files as split_files
     from mt_data.documents.split import split_ranges as split_ranges
     from mt_data.merge import merge_datasets as merge_datasets

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from mt_files import shorten
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from mt_data.datasets.windows import TokenRanges
 from mt_data.documents.reader import Document, DocumentReader
+from mt_data.documents.split import HeldOut
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import token_dtype
 from mt_data.storage.indexed import IndexedDataset
@@ -34,12 +37,14 @@ class CorpusStats:
         tokens: Number of tokens written, including end-of-document tokens.
         bytes: Size of the text in bytes of UTF-8.
         empty_documents: Number of documents left out because they have no text.
+        held_out: Counts of the dataset of held-out documents, if there is one.
     """
 
     documents: int
     tokens: int
     bytes: int
     empty_documents: int = 0
+    held_out: CorpusStats | None = None
 
     @property
     def bytes_per_token(self) -> float:
@@ -47,7 +52,7 @@ class CorpusStats:
         return self.bytes / self.tokens if self.tokens else 0.0
 
 
-def build_corpus(
+def build_corpus(  # noqa: PLR0913 - options of a build, all by keyword
     documents: Iterable[Document],
     out_prefix: str | os.PathLike[str],
     tokenizer: Tokenizer,
@@ -56,6 +61,7 @@ def build_corpus(
     overwrite: bool = False,
     encoder: Encoder | None = None,
     on_progress: Callable[[CorpusStats], None] | None = None,
+    held_out: HeldOut | None = None,
 ) -> CorpusStats:
     """Tokenize documents into `<prefix>.bin`, `.idx` and `.json`, with the tokenizer beside them.
 
@@ -72,88 +78,150 @@ def build_corpus(
         overwrite: Whether to replace a dataset of that name, unless it is in use.
         encoder: Encoder of the same tokenizer with other options, such as several processes.
         on_progress: Function to call after each batch with the counts so far.
+        held_out: Rule by which documents go to a second dataset, `<prefix>-validation`.
 
     Raises:
-        DataError: No document holds text, or there is a dataset of that name.
+        DataError: No document holds text, or none on one side of `held_out`, or there is a dataset
+            of that name.
     """
     encoder = encoder or Encoder(tokenizer)
-    build = _Build(tokenizer, append_eod=append_eod)
     dtype = token_dtype(tokenizer.vocab_size)
-    part = documents.part if isinstance(documents, DocumentReader) else None
-    with IndexedWriter(out_prefix, dtype, overwrite=overwrite) as writer:
-        for text_bytes, (ids, counts) in encoder.stream(build.batches(documents)):
-            build.write(writer, text_bytes, ids, counts)
+    end = tokenizer.eod_id if append_eod else None
+    about: dict[str, object] = {
+        "append_eod": append_eod,
+        "tokenizer": f".tokenizer{tokenizer.suffix}",
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eod_token": tokenizer.eod_token,
+        "eod_id": tokenizer.eod_id,
+    }
+    with ExitStack() as stack:
+        sides = [
+            _Side(stack.enter_context(IndexedWriter(prefix, dtype, overwrite=overwrite)))
+            for prefix in prefixes(out_prefix, held_out)
+        ]
+        for batch, (ids, counts) in encoder.stream(_batches(documents, sides, held_out)):
+            _write(sides, batch, ids, counts, end)
             if on_progress is not None:
-                on_progress(build.stats(writer))
-        if writer.num_documents == 0 and part is None:
-            raise _no_text(Path(out_prefix).name, build.empty, build.first_empty)
-        stats = build.stats(writer)
-        kept = f".tokenizer{tokenizer.suffix}"
-        writer.finalize(
-            {
-                "bytes": stats.bytes,
-                "empty_documents": stats.empty_documents,
-                "append_eod": append_eod,
-                "tokenizer": kept,
-                "tokenizer_sha256": tokenizer.sha256,
-                "vocab_size": tokenizer.vocab_size,
-                "eod_token": tokenizer.eod_token,
-                "eod_id": tokenizer.eod_id,
-                **({} if part is None else {"part": part}),
-            },
-            beside={kept: tokenizer.to_bytes()},
-        )
+                on_progress(_stats(sides))
+        parts = part_records(documents, held_out)
+        for side, part in zip(sides, parts, strict=True):
+            side.check(is_part=bool(part))
+        stats = _stats(sides)  # the held-out documents are committed first
+        for side, part in reversed([*zip(sides, parts, strict=True)]):
+            own = side.stats()
+            counted = {"bytes": own.bytes, "empty_documents": own.empty_documents}
+            kept = {str(about["tokenizer"]): tokenizer.to_bytes()}
+            side.writer.finalize({**counted, **about, **part}, beside=kept)
     return stats
 
 
-class _Build:
-    """The state of building one dataset."""
+def prefixes(out: str | os.PathLike[str], held_out: HeldOut | None) -> list[str]:
+    """Return the prefixes that a build writes: with held-out documents a second one for them."""
+    name = os.fspath(out)
+    return [name] if held_out is None else [name, f"{name}-validation"]
 
-    def __init__(self, tokenizer: Tokenizer, *, append_eod: bool) -> None:
-        self._end = tokenizer.eod_id if append_eod else None
-        self._bytes = self.empty = 0
-        self.first_empty: Document | None = None
 
-    def batches(self, documents: Iterable[Document]) -> Iterator[tuple[int, list[str]]]:
-        """Yield batches of texts with their sizes; they keep cores busy and memory bounded."""
-        texts: list[str] = []
-        size = 0
-        for document in documents:
-            if not document.text:
-                self.first_empty = self.first_empty or document
-                self.empty += 1
-                continue
-            text = document.text
-            texts.append(text)
-            size += len(text) if text.isascii() else _utf8_size(document)
-            if len(texts) >= BATCH_DOCUMENTS or size >= BATCH_BYTES:
-                yield size, texts
-                texts, size = [], 0
-        if texts:
-            yield size, texts
+def part_records(
+    documents: Iterable[Document], held_out: HeldOut | None
+) -> list[dict[str, dict[str, object]]]:
+    """Return what each dataset of a build records of the part of a source that it is, if it is one.
 
-    def write(
-        self,
-        writer: IndexedWriter,
-        text_bytes: int,
-        ids: NDArray[np.integer],
-        counts: NDArray[np.int64],
-    ) -> None:
-        """Write the documents of a batch, each with its end-of-document token."""
-        if self._end is not None:
-            ends = np.cumsum(counts)
-            ids, counts = np.insert(ids, ends, self._end), counts + 1
-        writer.add_documents(ids, counts)
-        self._bytes += text_bytes
+    Parts with equal records, but for their numbers, fit together.
+    """
+    part = documents.part if isinstance(documents, DocumentReader) else None
+    if held_out is None:
+        return [{} if part is None else {"part": {**part}}]
+    rule = {"fraction": held_out.fraction, "seed": held_out.seed, "by": held_out.by}
+    return [
+        {} if part is None else {"part": {**part, "held_out": {**rule, "is_held_out": side}}}
+        for side in (False, True)
+    ]
 
-    def stats(self, writer: IndexedWriter) -> CorpusStats:
+
+class _Side:
+    """One of the datasets of a build."""
+
+    def __init__(self, writer: IndexedWriter) -> None:
+        self.writer = writer
+        self.bytes = self.empty = 0
+        self._first_empty: Document | None = None
+
+    def leave_out(self, document: Document) -> None:
+        """Count a document without text."""
+        self._first_empty = self._first_empty or document
+        self.empty += 1
+
+    def check(self, *, is_part: bool) -> None:
+        """Refuse a whole dataset without documents."""
+        if not self.writer.num_documents and not is_part:
+            raise _no_text(Path(self.writer.prefix).name, self.empty, self._first_empty)
+
+    def stats(self) -> CorpusStats:
         """Return the counts so far."""
         return CorpusStats(
-            documents=writer.num_documents,
-            tokens=writer.num_tokens,
-            bytes=self._bytes,
+            documents=self.writer.num_documents,
+            tokens=self.writer.num_tokens,
+            bytes=self.bytes,
             empty_documents=self.empty,
         )
+
+
+class _Batch(NamedTuple):
+    """The side and the number of bytes of each text of a batch."""
+
+    sides: list[int]
+    sizes: list[int]
+
+
+def _batches(
+    documents: Iterable[Document], sides: Sequence[_Side], held_out: HeldOut | None
+) -> Iterator[tuple[_Batch, list[str]]]:
+    """Yield batches of texts; they keep cores busy and memory bounded."""
+    texts: list[str] = []
+    batch, total = _Batch([], []), 0
+    for document in documents:
+        text = document.text
+        size = len(text) if text.isascii() else _utf8_size(document)
+        side = int(held_out is not None and held_out.holds_out(document))
+        if not text:
+            sides[side].leave_out(document)
+            continue
+        texts.append(text)
+        batch.sides.append(side)
+        batch.sizes.append(size)
+        total += size
+        if len(texts) >= BATCH_DOCUMENTS or total >= BATCH_BYTES:
+            yield batch, texts
+            texts, batch, total = [], _Batch([], []), 0
+    if texts:
+        yield batch, texts
+
+
+def _write(
+    sides: Sequence[_Side],
+    batch: _Batch,
+    ids: NDArray[np.integer],
+    counts: NDArray[np.int64],
+    end: int | None,
+) -> None:
+    """Write the documents of a batch, each to its side and with its end-of-document token."""
+    if end is not None:
+        ids, counts = np.insert(ids, np.cumsum(counts), end), counts + 1
+    if len(sides) == 1:
+        sides[0].writer.add_documents(ids, counts)
+        sides[0].bytes += sum(batch.sizes)
+        return
+    of, sizes = np.array(batch.sides), np.array(batch.sizes)
+    for number, side in enumerate(sides):
+        mine = of == number
+        side.writer.add_documents(ids[np.repeat(mine, counts)], counts[mine])
+        side.bytes += int(sizes[mine].sum())
+
+
+def _stats(sides: Sequence[_Side]) -> CorpusStats:
+    held_out = sides[1].stats() if len(sides) > 1 else None
+    return replace(sides[0].stats(), held_out=held_out)
 
 
 def _utf8_size(document: Document) -> int:
@@ -224,5 +292,6 @@ def _no_text(name: str, count: int, first: Document | None) -> DataError:
             reason = f"{place} has none"
     return DataError(
         f"there is no text for {name!r}: {reason}; use a corpus with more text, or if this is a "
-        "held-out part, hold out another share (data.validation_fraction in a run's YAML file)"
+        "held-out part, hold out another share (mt-data build --held-out; data.validation_fraction "
+        "in a run's YAML file)"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -92,21 +93,24 @@ def _in_order(datasets: Sequence[IndexedDataset]) -> list[IndexedDataset]:
 
 
 def _part_of(dataset: IndexedDataset) -> tuple[int, int, str] | None:
-    """Return a part's number, the count of parts, and the digest of their source."""
+    """Return a part's number, the count of parts, and what is equal in all of them."""
     part = (dataset.metadata() or {}).get("part")
     match part:
         case None:
             return None
-        case {"number": int(number), "count": int(count), "sources": str(sources)}:
+        case {"number": int(number), "count": int(count), "sources": str(sources), **others}:
             if 1 <= number <= count <= MAX_PARTS:
-                return number, count, sources
+                side = json.dumps(others, sort_keys=True) if others else ""
+                return number, count, sources + side
     raise DataFileError(f"{dataset.prefix}.json", f"part is {shorten(part)}; build it anew")
 
 
 def _name(part: tuple[int, int, str] | None) -> str:
     if part is None:
         return "no part of a source"
-    return f"part {part[0]}/{part[1]} of the source {part[2][:12]}"
+    digest, rule = part[2][:12], part[2][64:]
+    side = f", with {rule}" if rule else ""
+    return f"part {part[0]}/{part[1]} of the source {digest}{side}"
 
 
 def _common(

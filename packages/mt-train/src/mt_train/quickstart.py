@@ -72,7 +72,7 @@ def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> Outcome:
     final = outcome.evaluation
     if final is None or env.rank != 0:
         return outcome
-    held_out = b"".join(document.text.encode() for document in split_corpus(loaded)[1])
+    held_out = b"".join(document.text.encode() for document in split_corpus(loaded)[1]())
     bits = {
         "mt": final["bits_per_byte"],
         "lzma": 8 * len(lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)) / len(held_out),

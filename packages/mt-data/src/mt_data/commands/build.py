@@ -11,10 +11,11 @@ from mt_files import Progress, say
 from mt_tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 from mt_data.commands.building import Recipe, Skipped
-from mt_data.commands.parts import build_in_parts, in_processes, on_ray
+from mt_data.commands.parts import build_in_parts, in_processes, on_ray, parts_folder
 from mt_data.documents.parts import Part
 from mt_data.documents.records import Format
 from mt_data.documents.source import STANDARD_INPUT
+from mt_data.documents.split import HeldOut
 from mt_data.error import DataError
 from mt_data.storage.indexed import check_prefix
 from mt_data.storage.writer import check_free
@@ -45,6 +46,8 @@ class Build:
             merge` joins them.
         parts: Number of parts to build. They are kept in OUT.parts until all are there, so a build
             that was killed goes on with the missing ones.
+        held_out: Share of the documents to hold out, between 0 and 1: they go to a second dataset,
+            OUT-validation. Which they are is decided by a hash of each one's content.
         on: Where parts are built: in processes, or on a Ray cluster that shares the file system.
         progress: Show progress even if standard error is not a terminal.
     """
@@ -63,6 +66,7 @@ class Build:
     workers: int = 1
     part: str | None = None
     parts: int | None = None
+    held_out: float | None = None
     on: Literal["processes", "ray"] = "processes"
     progress: bool = False
 
@@ -77,7 +81,6 @@ class Build:
             )
         if self.on != "processes" and self.parts is None:
             raise DataError("--on says where --parts are built; give their number")
-        check_free(check_prefix(self.out, writes=True), overwrite=self.overwrite)
         progress = Progress(shown=self.progress or None)
         recipe = Recipe(
             out=self.out,
@@ -87,9 +90,12 @@ class Build:
             format=self.format,
             skip_bad=self.skip_bad,
             workers=self.workers,
-            overwrite=self.overwrite,
+            overwrite=self.overwrite or self._goes_on(self.out),
             part=None if self.part is None else Part.parse(self.part),
+            held_out=None if self.held_out is None else HeldOut(fraction=self.held_out),
         )
+        for prefix in recipe.prefixes:
+            check_free(check_prefix(prefix, writes=True), overwrite=recipe.overwrite)
         tokenizer = self._tokenizer(recipe, progress)
         if self.parts is None:
             built = recipe.build(tokenizer, progress)
@@ -97,12 +103,19 @@ class Build:
             run = on_ray if self.on == "ray" else in_processes
             built = build_in_parts(recipe, self.parts, run, tokenizer, progress)
         built.skipped.say()
-        stats = built.stats
-        say(f"{self.out}.bin, .idx: {stats.documents} documents, {stats.tokens} tokens")
-        say(f"{stats.bytes} bytes of text, {stats.bytes_per_token:.3f} bytes per token")
-        say(f"left out: {stats.empty_documents} empty, {built.skipped.count} unreadable")
+        sides = [built.stats, *([] if built.stats.held_out is None else [built.stats.held_out])]
+        for prefix, stats in zip(recipe.prefixes, sides, strict=True):
+            say(f"{prefix}.bin, .idx: {stats.documents} documents, {stats.tokens} tokens")
+            say(f"{stats.bytes} bytes of text, {stats.bytes_per_token:.3f} bytes per token")
+        empty = sum(stats.empty_documents for stats in sides)
+        say(f"left out: {empty} empty, {built.skipped.count} unreadable")
         say(f"documents end with {tokenizer.eod_token} (id {tokenizer.eod_id})")
         say(f"encoded by {built.encoder}")
+
+    def _goes_on(self, out: Path) -> bool:
+        """Return whether this is the build of parts that was killed while it wrote its dataset."""
+        is_begun = self.parts is not None and parts_folder(out).is_dir()
+        return is_begun and not Path(f"{out}.idx").exists()
 
     def _tokenizer(self, recipe: Recipe, progress: Progress) -> Tokenizer:
         if self.tokenizer is not None:
@@ -118,9 +131,11 @@ class Build:
         reader = recipe.reader(skipped)
 
         def texts() -> Iterator[str]:
+            held_out = recipe.held_out
             for document in recipe.some(reader, skipped):
                 progress.update("learning the tokenizer", reader.read_bytes, reader.total_bytes)
-                yield document.text
+                if held_out is None or not held_out.holds_out(document):
+                    yield document.text
 
         try:
             return train_tokenizer(texts(), self.vocab_size, pattern=self.pattern)

@@ -10,7 +10,7 @@ from pathlib import Path
 from mt_files import Progress, say
 from mt_tokenizer import Encoder, Tokenizer
 
-from mt_data.corpus import CorpusStats, build_corpus
+from mt_data.corpus import CorpusStats, build_corpus, prefixes
 from mt_data.documents.parts import Part
 from mt_data.documents.reader import Document, DocumentReader, read_documents
 from mt_data.documents.records import Format
@@ -74,6 +74,12 @@ class Recipe:
     workers: int
     overwrite: bool
     part: Part | None = None
+    held_out: HeldOut | None = None
+
+    @property
+    def prefixes(self) -> list[str]:
+        """The prefixes to write: with held-out documents a second one for them."""
+        return prefixes(self.out, self.held_out)
 
     def reader(self, skipped: Skipped) -> DocumentReader:
         """Open the sources, or the part of them."""
@@ -112,6 +118,7 @@ class Recipe:
                     tokenizer,
                     overwrite=self.overwrite,
                     encoder=encoder,
+                    held_out=self.held_out,
                     on_progress=lambda stats: progress.update(
                         "encoding", reader.read_bytes, reader.total_bytes, tokens=stats.tokens
                     ),

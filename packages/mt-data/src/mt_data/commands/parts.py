@@ -20,6 +20,7 @@ from mt_files import Progress, UserError, require, say
 from mt_tokenizer import Tokenizer
 
 from mt_data.commands.building import Built, Recipe, Skipped
+from mt_data.corpus import part_records
 from mt_data.documents.parts import Part
 from mt_data.documents.source import STANDARD_INPUT
 from mt_data.error import DataError
@@ -74,7 +75,7 @@ def build_in_parts(
         raise DataError(f"--workers is {whole.workers}; it must be at least 1")
     local = (source if url_of(source) else local_path(source) for source in whole.sources)
     sources = tuple(source if url_of(source) else os.path.abspath(source) for source in local)
-    folder = Path(f"{whole.out}.parts").absolute()
+    folder = parts_folder(whole.out)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         parts = [
@@ -99,24 +100,33 @@ def build_in_parts(
                 encoder = built.encoder
         finally:
             progress.clear()
-        stats = merge_datasets([part.out for part in parts], whole.out, overwrite=whole.overwrite)
+        merged = [
+            merge_datasets([part.prefixes[side] for part in parts], out, overwrite=whole.overwrite)
+            for side, out in reversed([*enumerate(whole.prefixes)])  # the held-out documents first
+        ]
         shutil.rmtree(folder)
+    stats = replace(merged[-1], held_out=merged[0] if len(merged) > 1 else None)
     return Built(stats=stats, skipped=skipped, encoder=encoder)
+
+
+def parts_folder(out: Path) -> Path:
+    """Return the folder of a build's parts, which goes when they are joined."""
+    return Path(f"{out}.parts").absolute()
 
 
 def _is_built(recipe: Recipe, tokenizer: Tokenizer) -> bool:
     """Return whether a part is complete, of the same files, and encoded by the same tokenizer."""
-    expected = {
-        "part": recipe.reader(Skipped()).part,
-        "tokenizer_sha256": tokenizer.sha256,
-        "eod_token": tokenizer.eod_token,
-    }
-    try:
-        with IndexedDataset(recipe.out) as dataset:
-            record = dataset.metadata() or {}
-    except (UserError, OSError):
-        return False
-    return all(record.get(key) == value for key, value in expected.items())
+    expected = {"tokenizer_sha256": tokenizer.sha256, "eod_token": tokenizer.eod_token}
+    parts = part_records(recipe.reader(Skipped()), recipe.held_out)
+    for prefix, part in zip(recipe.prefixes, parts, strict=True):
+        try:
+            with IndexedDataset(prefix) as dataset:
+                record = dataset.metadata() or {}
+        except (UserError, OSError):
+            return False
+        if any(record.get(key) != value for key, value in (expected | part).items()):
+            return False
+    return True
 
 
 def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Built]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Literal
 
 from mt_files import shorten
 
@@ -59,6 +61,65 @@ def split_ranges(text: str, count: int) -> list[range | None]:
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """A rule that holds out a share of documents, each one whatever the others are.
+
+    A hash of the document and the seed, read as a number in [0, 1), is its place; a document is
+    held out if its place is at most `fraction`. So the parts of a source, in any order, are divided
+    as the whole.
+
+    Attributes:
+        fraction: Expected share of documents to hold out, between 0 and 1 exclusive.
+        seed: Seed of the choice.
+        by: Part of a document to hash: the content, so that copies of a text stay together, or the
+            name, which is the path with the line.
+        root: Folder that names are relative to.
+    """
+
+    fraction: float = 0.05
+    seed: int = 0
+    by: Literal["content", "name"] = "content"
+    root: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction < 1:
+            raise DataError(
+                f"the share to hold out is {self.fraction}; it must lie between 0 and 1"
+            )
+
+    def place(self, document: Document) -> float:
+        """Return the place of a document in [0, 1)."""
+        if self.by == "content":
+            return _place(document.text, self.seed)
+        name = PurePath(f"{document.path}:{document.line or 0}")
+        return _place(name.relative_to(self.root).as_posix(), self.seed)
+
+    def holds_out(self, document: Document) -> bool:
+        """Return whether a document is held out."""
+        return self.place(document) <= self.fraction
+
+    def fitted(self, documents: Iterable[Document]) -> HeldOut:
+        """Return the rule with the nearest share that leaves documents on both sides.
+
+        Args:
+            documents: All documents, of two different places or more; they are read one by one.
+        """
+        low, high = 1.0, 0.0
+        for document in documents:
+            place = self.place(document)
+            low, high = min(low, place), max(high, place)
+        return replace(self, fraction=_between(self.fraction, low, high))
+
+
+def cut_document(document: Document, *, fraction: float = 0.05) -> tuple[Document, Document]:
+    """Return the beginning of a document, and its last lines: a share of it to hold out."""
+    text = document.text
+    place = round(len(text) * (1 - fraction))
+    place = text.rfind("\n", 0, place) + 1 or place
+    return replace(document, text=text[:place]), replace(document, text=text[place:])
+
+
 def split_files(
     paths: Sequence[str | os.PathLike[str]],
     *,
@@ -81,41 +142,21 @@ def split_files(
     Returns:
         (kept, held out)
     """
-    if not 0 < fraction < 1:
-        raise DataError(f"fraction is {fraction}; it must lie between 0 and 1")
+    HeldOut(fraction=fraction)  # refuses what is no share
     files = [Path(path) for path in paths]
     if len(files) < 2:
         raise DataError(f"cannot hold out a part of {len(files)} files; pass at least 2")
     base = Path(root) if root is not None else Path(os.path.commonpath([f.parent for f in files]))
     places = [_place(file.relative_to(base).as_posix(), seed) for file in files]
-    threshold = min(max(fraction, min(places)), max(places))
-    held = [place <= threshold and place < max(places) for place in places]
+    share = _between(fraction, min(places), max(places))
+    held = [place <= share for place in places]
     kept = [file for file, out in zip(files, held, strict=True) if not out]
     return kept, [file for file, out in zip(files, held, strict=True) if out]
 
 
-def split_documents(
-    documents: Sequence[Document], *, fraction: float = 0.05, seed: int = 0
-) -> tuple[list[Document], list[Document]]:
-    """Hold out a share of documents, chosen as by `split_files`.
-
-    Documents of one file share a path, so the line belongs to the name. Of a single document the
-    end is held out, from the start of a line on.
-
-    Returns:
-        (kept, held out)
-    """
-    if len(documents) == 1:
-        only, text = documents[0], documents[0].text
-        cut = text.rfind("\n", 0, round(len(text) * (1 - fraction))) + 1
-        cut = cut or round(len(text) * (1 - fraction))
-        return [replace(only, text=text[:cut])], [replace(only, text=text[cut:])]
-    names = [f"{document.path}:{document.line or 0}" for document in documents]
-    held = {str(name) for name in split_files(names, fraction=fraction, seed=seed)[1]}
-    parts: tuple[list[Document], list[Document]] = [], []
-    for name, document in zip(names, documents, strict=True):
-        parts[name in held].append(document)
-    return parts
+def _between(fraction: float, low: float, high: float) -> float:
+    """Return the share nearest to a fraction, from the lowest place to just below the highest."""
+    return min(max(fraction, low), math.nextafter(high, 0))
 
 
 def _place(name: str, seed: int) -> float:

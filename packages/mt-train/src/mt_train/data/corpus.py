@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import chain
-from pathlib import Path
-from typing import Any
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path, PurePath
+from typing import Any, TypeAlias
 
 from mt_ckpt import RunFolder, latest_checkpoint
 from mt_data import (
     Document,
+    HeldOut,
     IndexedDataset,
     build_corpus,
+    cut_document,
     read_documents,
-    split_documents,
     standard_library_sources,
 )
 from mt_files import FileError, read_json, sync, write_file
@@ -32,6 +35,7 @@ from mt_train.config.kinds.section import TOKEN_FILES, Sources
 from mt_train.config.loading import STANDARD_LIBRARY, LoadedConfig
 from mt_train.config.run_config import RunConfig
 
+_Documents: TypeAlias = Callable[[], Iterator[Document]]
 _DESCRIPTION = "corpus.json"
 _MAX_BYTES = 1 << 20
 _OF_TRAIN = ("phases",)  # keys that say nothing of a corpus, and that older descriptions lack
@@ -133,24 +137,37 @@ def _kept_tokenizer(loaded: LoadedConfig, folder: Path, description: dict[str, A
     return folder / "tokenizer.json"
 
 
-def split_corpus(loaded: LoadedConfig) -> tuple[list[Document], list[Document]]:
-    """Read the corpus and hold out a share of its documents.
+def split_corpus(loaded: LoadedConfig) -> tuple[_Documents, _Documents]:
+    """Hold out a share of the corpus's documents, chosen by a hash of each one's name.
+
+    Of a single document the last lines are held out.
 
     Returns:
-        Training documents and held-out documents.
+        Two functions that read the training documents and the held-out ones, one by one.
     """
     data, seed = loaded.config.data, loaded.config.training.seed
     if data.corpus is None:
         raise loaded.error("data.corpus", "missing; there are no documents to split")
-    if data.corpus == STANDARD_LIBRARY:
-        source = standard_library_sources()[: data.max_files]
-        documents = list(read_documents(source))
-    else:
-        documents = list(read_documents(Path(data.corpus), glob=data.glob))
-        documents = documents[: data.max_files]
-    if not documents:
+    is_library = data.corpus == STANDARD_LIBRARY
+    source = standard_library_sources()[: data.max_files] if is_library else Path(data.corpus)
+    read = partial(read_documents, source, glob=data.glob)
+    first = list(islice(read(), 2))
+    if not first:
         raise loaded.error("data.corpus", f"no document matches data.glob {data.glob!r}")
-    return split_documents(documents, fraction=data.validation_fraction, seed=seed)
+    if len(first) == 1:
+        parts = cut_document(first[0], fraction=data.validation_fraction)
+        train, held_out = ([part] for part in parts)
+        return lambda: iter(train), lambda: iter(held_out)
+    folders = [PurePath(file.name).parent for file in read().files]
+    rule = HeldOut(
+        fraction=data.validation_fraction, seed=seed, by="name", root=os.path.commonpath(folders)
+    ).fitted(islice(read(), data.max_files))
+
+    def documents(*, held_out: bool) -> Iterator[Document]:
+        found = islice(read(), data.max_files)
+        return (document for document in found if rule.holds_out(document) == held_out)
+
+    return partial(documents, held_out=False), partial(documents, held_out=True)
 
 
 def _described(folder: Path) -> dict[str, Any] | None:
@@ -176,12 +193,12 @@ def _build(
         if given is not None:
             tokenizer = load_tokenizer(given, eod=data.eod)
         else:
-            texts = (document.text for document in train)
+            texts = (document.text for document in train())
             special = (*DEFAULT_SPECIAL, *data.special_tokens)
             tokenizer = train_tokenizer(texts, data.vocab_size, special, pattern=data.pattern)
         tokenizer.save(scratch / "tokenizer.json")
-        build_corpus(train, scratch / "train", tokenizer)
-        build_corpus(held_out, scratch / "validation", tokenizer)
+        build_corpus(train(), scratch / "train", tokenizer)
+        build_corpus(held_out(), scratch / "validation", tokenizer)
         write_file(scratch / _DESCRIPTION, json.dumps(description))
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
