@@ -150,6 +150,59 @@ def test_whole_words_are_hidden_with_all_their_tokens(indexed):
         assert chosen.sum() <= max(3, int(0.4 * len(places) + 0.5))
 
 
+@pytest.mark.parametrize("spans", ["geometric", "ngrams"])
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_spans_have_their_lengths_and_fill_the_share(spans, whole_words):
+    """Each span is drawn as it should be, in one piece, and the tokens are as many as asked for."""
+    masking = Masking(fraction=0.04, spans=spans, whole_words=whole_words)
+    places = np.delete(np.arange(30_000), [9_000, 20_000])  # three runs of text
+    starts = np.arange(len(places)) % 2 == 0
+    found: list[int] = []
+    for seed in range(12):
+        draws = np.random.default_rng(seed)
+        chosen, firsts = masking.choose(places, starts, lambda _, d=draws: d.random(len(places)))
+        assert (np.diff(chosen) > 0).all()
+        assert len(chosen) in ((1200, 1199) if whole_words else (1200,))
+        for first in np.unique(firsts):
+            own = chosen[firsts == first]
+            assert (own == np.arange(first, first + len(own))).all()
+            found.append(len(own) / (2 if whole_words else 1))
+    lengths = np.arange(1, 11)
+    shares = {"geometric": 0.8**lengths, "ngrams": 1 / lengths}[spans]
+    assert np.isclose(masking.shares(), shares / shares.sum()).all()
+    mean = {"geometric": 3.797, "ngrams": 3.414}[spans]  # SpanBERT's 3.8
+    assert masking.shares() @ lengths == pytest.approx(mean, abs=5e-4)
+    assert np.mean(found) == pytest.approx(mean, abs=0.25)
+    assert max(found) == 10
+
+
+def test_all_of_a_span_become_the_same_and_no_span_crosses_a_separator(indexed):
+    rows = rows_of(
+        indexed,
+        pairs=True,
+        masking=Masking(fraction=0.6, masked=0.5, random=0.3, spans="geometric"),
+    )
+    kinds = []
+    for index in range(200):
+        row = rows.row(index)
+        text, chosen = restored(row), np.flatnonzero(row["labels"] != PADDING)
+        assert (text[chosen] >= FIRST).all()
+        places = np.flatnonzero(text >= FIRST)
+        draw = {what: rows._draw(index, what, 16)[places] for what in ("places", "lengths")}
+        again, firsts = rows.masking.choose(places, rows.vocabulary.starts[text[places]], draw.get)
+        assert (again == chosen).all()
+        for first in np.unique(firsts):
+            own = chosen[firsts == first]
+            assert np.ptp(np.searchsorted(np.flatnonzero(text == SEP), own)) == 0
+            now, then = row["tokens"][own], text[own]
+            masked, kept = now == MASK, now == then
+            assert masked.all() or not masked.any()
+            assert kept.all() or kept.mean() < 1 / 2 or len(own) < 3
+            kinds.append("masked" if masked.all() else "kept" if kept.all() else "random")
+    assert {kind: kinds.count(kind) > 40 for kind in kinds} == dict.fromkeys(kinds, True)
+    assert len(set(kinds)) == 3
+
+
 def test_ranks_take_their_part_and_one_counts_the_class(indexed):
     rows = rows_of(indexed, pairs=True)
     sampler = BatchSampler(rows, global_batch_size=4, micro_batch_size=4, vocab_size=SIZE)
@@ -199,6 +252,8 @@ def test_what_makes_no_rows_is_refused(indexed, tmp_path):
         rows_of(indexed, sequence_length=4, pairs=True)
     with pytest.raises(DataError, match="fraction is 0"):
         Masking(fraction=0)
+    with pytest.raises(DataError, match="spans is 'long'; choose one of none, geometric, ngrams"):
+        Masking(spans="long")
     with pytest.raises(DataError, match="their sum at most 1"):
         Masking(masked=0.8, random=0.3)
     with pytest.raises(DataError, match="packing='none'"):
@@ -212,4 +267,8 @@ def test_what_makes_no_rows_is_refused(indexed, tmp_path):
 def test_what_decides_the_rows_is_in_the_fingerprint(indexed):
     changes = ({}, {"seed": 4}, {"pairs": True}, {"sequence_length": 12})
     changes += ({"masking": Masking(fraction=0.2)}, {"masking": Masking(whole_words=True)})
+    changes += ({"masking": Masking(spans="ngrams")}, {"masking": Masking(spans="geometric")})
+    changes += ({"masking": Masking(spans="geometric", longest=3)},)
     assert len({rows_of(indexed, **each).fingerprint for each in changes}) == len(changes)
+    older = ["fraction", "masked", "random", "whole_words"]  # runs from before spans go on
+    assert [*Masking().identity()] == older

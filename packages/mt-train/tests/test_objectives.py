@@ -68,6 +68,7 @@ def test_a_sequence_that_no_text_becomes_is_refused() -> None:
         ("fraction=1.5", "fraction: 1.5 is too large; use 1 or less"),
         ("masked=-0.1", "masked: -0.1 is too small; use 0 or more"),
         ("random=2", "random: 2.0 is too large; use 1 or less"),
+        ("longest=0", "longest: 0 is too small; use 1 or more"),
         ("random=0.3", "random: 0.3 and masked 0.8 are more than 1 together; lower one of them"),
         (
             "pad='[MASK]'",

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from mt_data.datasets.chat import chat_fields as chat_fields
     from mt_data.datasets.masked import MaskedDataset as MaskedDataset
     from mt_data.datasets.masked import MaskedVocabulary as MaskedVocabulary
-    from mt_data.datasets.masked import Masking as Masking
     from mt_data.datasets.masked import masked_fields as masked_fields
+    from mt_data.datasets.masking import Masking as Masking
     from mt_data.datasets.mixture import MixedRows as MixedRows
     from mt_data.datasets.mixture import MixedSamples as MixedSamples
     from mt_data.datasets.mixture import Mixture as Mixture

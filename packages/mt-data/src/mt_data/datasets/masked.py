@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from mt_files import RowField, shorten
@@ -13,39 +13,12 @@ from numpy.typing import NDArray
 
 from mt_data.datasets.gpt import PADDING, TokenSource
 from mt_data.datasets.identity import digest_of, random_bits
+from mt_data.datasets.masking import Masking
 from mt_data.datasets.permutation import Permutation
 from mt_data.datasets.row_dataset import RowDataset
 from mt_data.error import DataError, at_least
 
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Masking:
-    """The choice of tokens to predict, and their replacements.
-
-    Attributes:
-        fraction: Share of the ordinary tokens to predict; at least one token is chosen.
-        masked: Share of the chosen tokens to replace by the mask token.
-        random: Share of the chosen tokens to replace by a random ordinary token. The other chosen
-            tokens stay.
-        whole_words: Whether to choose whole words, as long as they fit the fraction.
-    """
-
-    fraction: float = 0.15
-    masked: float = 0.8
-    random: float = 0.1
-    whole_words: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise DataError(f"fraction is {self.fraction}; it must lie above 0 and be at most 1")
-        shares = self.masked, self.random
-        if min(shares) < 0 or sum(shares) > 1 + 1e-9:
-            raise DataError(
-                f"masked is {self.masked} and random {self.random}; both must be 0 or more, and "
-                "their sum at most 1"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -202,7 +175,7 @@ class MaskedDataset(RowDataset):
             "seed": self.seed,
             "pairs": self.pairs,
             "special": [vocabulary.cls, vocabulary.sep, vocabulary.mask, vocabulary.pad],
-            **asdict(self.masking),
+            **self.masking.identity(),
         }
         return digest_of(identity)
 
@@ -263,30 +236,17 @@ class MaskedDataset(RowDataset):
                 row["token_types"][at : end + 1] = kind
             at = end + 1
         row["mask"][:at] = True
-        chosen = self._chosen(index, tokens)
+        places = np.flatnonzero(np.isin(tokens, vocabulary.ordinary))
+        chosen, firsts = self.masking.choose(
+            places,
+            vocabulary.starts[tokens[places]],
+            lambda what: self._draw(index, what, len(tokens))[places],
+        )
         row["labels"][chosen] = tokens[chosen]
-        how, which = self._draw(index, "replacements", 2 * len(tokens)).reshape(2, -1)[:, chosen]
+        how, which = self._draw(index, "replacements", 2 * len(tokens)).reshape(2, -1)
+        how, which = how[firsts], which[chosen]
         some = vocabulary.ordinary[(which * len(vocabulary.ordinary)).astype(np.int64)]
         share = self.masking.masked
         stays = np.where(how < share + self.masking.random, some, tokens[chosen])
         tokens[chosen] = np.where(how < share, vocabulary.mask, stays)
         return row
-
-    def _chosen(self, index: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the positions of the tokens to predict, in order."""
-        places = np.flatnonzero(np.isin(tokens, self.vocabulary.ordinary))
-        if not len(places):
-            return places
-        drawn = self._draw(index, "places", len(tokens))[places]
-        count = max(1, int(self.masking.fraction * len(places) + 0.5))
-        if not self.masking.whole_words:
-            return np.sort(places[np.argsort(drawn, kind="stable")[:count]])
-        starts = self.vocabulary.starts[tokens[places]] | (np.diff(places, prepend=-1) != 1)
-        starts[0] = True
-        words = np.split(places, np.flatnonzero(starts)[1:])
-        chosen: list[NDArray[np.int64]] = []
-        for number in np.argsort(drawn[starts], kind="stable"):
-            word = words[number]
-            if not chosen or sum(map(len, chosen)) + len(word) <= count:
-                chosen.append(word)
-        return np.sort(np.concatenate(chosen))

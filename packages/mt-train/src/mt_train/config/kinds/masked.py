@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mt_files import Checks, RowField, shorten
 
@@ -27,6 +27,9 @@ class MaskingSection:
         masked: Share of the predicted tokens that become the mask token.
         random: Share of the predicted tokens that become a random token; the rest stays unchanged.
         whole_words: Hide words with all their tokens.
+        spans: Hide spans of several words, or tokens without `whole_words`, that become the same:
+            `geometric` has SpanBERT's lengths, `ngrams` those of n words in proportion to 1 / n.
+        longest: Length of the longest span.
         pairs: Rows of two texts, of which the second follows the first or is of another document;
             which of the two it is is learnt by `model.pooled_head` (next sentence prediction).
         cls: The token in front of a row.
@@ -39,6 +42,8 @@ class MaskingSection:
     masked: float = 0.8
     random: float = 0.1
     whole_words: bool = False
+    spans: Literal["none", "geometric", "ngrams"] = "none"
+    longest: int = 10
     pairs: bool = False
     cls: str = "[CLS]"
     sep: str = "[SEP]"
@@ -50,6 +55,7 @@ class MaskingSection:
         checks.above(0, "fraction")
         checks.at_least(0, "masked", "random")
         checks.at_most(1, "fraction", "masked", "random")
+        checks.at_least(1, "longest")
         if not checks.errors and self.masked + self.random > 1 + 1e-9:
             text = f"{self.random} and masked {self.masked} are more than 1 together"
             checks.add("random", f"{text}; lower one of them")
@@ -72,9 +78,9 @@ class MaskedData(DataSection):
 
     Attributes:
         masking: Masking, by default `{fraction: 0.15, masked: 0.8, random: 0.1, whole_words: false,
-            pairs: false}`, and the names of the special tokens `cls`, `sep`, `mask` and `pad`,
-            which `tokenizer` needs to have. With `pairs` a row is `[CLS] a [SEP] b [SEP]`, and
-            `model.pooled_head` learns whether b follows a.
+            spans: none, longest: 10, pairs: false}`, and the names of the special tokens `cls`,
+            `sep`, `mask` and `pad`, which `tokenizer` needs to have. With `pairs` a row is
+            `[CLS] a [SEP] b [SEP]`, and `model.pooled_head` learns whether b follows a.
     """
 
     type_name: ClassVar[str] = "masked"
