@@ -1,7 +1,10 @@
 """`.bin/.idx`: golden bytes, every structural check, damage of any kind, atomic commit."""
 
+import contextlib
 import hashlib
+import itertools
 import json
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -16,6 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mt_data import DataError, DataFileError, IndexedDataset, IndexedWriter, token_dtype
+from mt_data.storage import index as index_module
 
 GOLDEN_BIN = bytes.fromhex("01000200030004000500")
 GOLDEN_IDX = (
@@ -473,6 +477,89 @@ def test_remembered_digests_spare_the_reading(tmp_path, monkeypatch):
     IndexedDataset(tmp_path / "c").verify(remember=True)
     with pytest.raises(TypeError):
         IndexedDataset(tmp_path / "c").verify()
+
+
+@pytest.fixture
+def mapped(tmp_path, monkeypatch):
+    """A data set whose index is mapped, and whose content has been checked once."""
+    monkeypatch.setattr(index_module, "MAPPED_FROM", 1)
+    lengths = np.random.default_rng(0).integers(0, 9, 300)
+    with IndexedWriter(tmp_path / "c", np.uint16) as writer:
+        for length in lengths:
+            writer.add_document(np.arange(length), [length // 2, length - length // 2])
+    old = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: old() + 10**10)  # else it changed just now
+    IndexedDataset(tmp_path / "c")
+    return tmp_path / "c"
+
+
+def test_a_mapped_index_is_that_in_memory(mapped, monkeypatch):
+    with IndexedDataset(mapped) as dataset:
+        assert isinstance(root(dataset.lengths), mmap.mmap)
+        rows, documents = _read_all(dataset), [dataset.document(n).tolist() for n in range(300)]
+        monkeypatch.setattr(index_module, "MAPPED_FROM", 10**6)
+        with IndexedDataset(mapped) as plain:
+            assert _read_all(plain) == rows
+            assert [plain.document(n).tolist() for n in range(300)] == documents
+            assert (plain.fingerprint, plain.num_tokens) == (
+                dataset.fingerprint,
+                dataset.num_tokens,
+            )
+            assert pickle.loads(pickle.dumps(dataset)).fingerprint == plain.fingerprint
+
+
+def root(array):
+    """What an array is a view of in the end."""
+    base = array
+    while getattr(base, "base", None) is not None:
+        base = base.base
+    return base.obj if isinstance(base, memoryview) else base
+
+
+def test_a_mapped_index_is_checked_once(mapped, monkeypatch):
+    monkeypatch.setattr(index_module, "_check_content", None)
+    monkeypatch.setattr(hashlib, "file_digest", None)
+    assert len(IndexedDataset(mapped)) == 600
+    os.utime(f"{mapped}.idx")
+    with pytest.raises(TypeError):  # it may have changed, and is checked
+        IndexedDataset(mapped)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+def test_flipped_bits_of_a_mapped_index_are_named(mapped, has_record):
+    path = Path(f"{mapped}.idx")
+    content, random, times = path.read_bytes(), np.random.default_rng(1), itertools.count(1)
+    if not has_record:
+        Path(f"{mapped}.json").unlink()
+    wanted = _read_all(IndexedDataset(mapped))
+
+    def write(what):
+        path.write_bytes(what)
+        os.utime(path, (0, next(times)))  # two writes may have one time, within a tick of the clock
+
+    for _ in range(100):
+        flipped = bytearray(content)
+        at = int(random.integers(18, len(content)))  # behind the dtype, where another may be right
+        flipped[at] ^= 1 << int(random.integers(8))
+        write(flipped)
+        if has_record:
+            with pytest.raises(DataFileError, match=r"c\.idx"):
+                IndexedDataset(mapped)
+        else:
+            with contextlib.suppress(DataFileError):  # a document may begin elsewhere
+                assert _read_all(IndexedDataset(mapped)) == wanted
+        write(content)
+        assert _read_all(IndexedDataset(mapped)) == wanted
+
+
+def test_a_mapped_index_that_is_replaced_stays_as_it_was(mapped):
+    dataset = IndexedDataset(mapped)
+    lengths = dataset.lengths.tolist()
+    dataset.close()  # a writer replaces no data set in use
+    with IndexedWriter(mapped, np.uint16, overwrite=True) as writer:
+        writer.add_document([1, 2, 3])
+    assert dataset.lengths.tolist() == lengths
+    assert IndexedDataset(mapped).lengths.tolist() == [3]
 
 
 def test_documents_written_at_once_are_as_one_by_one(tmp_path):

@@ -4,7 +4,7 @@ import os
 import random
 
 import pytest
-from mt_files import FileError, digest, sha256_file
+from mt_files import FileError, digest, known_sha256, sha256_file
 
 
 @pytest.fixture
@@ -77,3 +77,16 @@ def test_a_fifo_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(FileError, match="FIFO"):
         sha256_file(tmp_path / "fifo")
+
+
+def test_the_digest_of_an_open_file_is_known_until_it_changes(data):
+    cache = data.with_name("digests.json")
+    with data.open("rb+") as file:
+        assert known_sha256(file, data, cache=cache) is None
+        assert known_sha256(file, data, cache=None) is None
+        digest = sha256_file(data, cache=cache)
+        assert known_sha256(file, data, cache=cache) == digest
+        data.rename(data.with_name("older"))
+        data.write_bytes(b"new")
+        sha256_file(data, cache=cache)
+        assert known_sha256(file, data, cache=cache) is None  # it is another file now

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from mt_files.argument import check_type as check_type
 from mt_files.argument import multiples_near as multiples_near
+from mt_files.digest import known_sha256 as known_sha256
 from mt_files.digest import sha256_file as sha256_file
 from mt_files.error import FileError as FileError
 from mt_files.error import LockedError as LockedError

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from mt_files.error import FileError
 from mt_files.reading import open_file, read_json
@@ -36,19 +36,30 @@ def sha256_file(
     """
     with open_file(path, within=within) as file:
         before = _identity(os.fstat(file.fileno()))
-        known = {} if cache is None else _read(cache)
-        name = os.path.basename(path)
-        entry = known.get(name)
-        if entry is not None and entry == {**before, "sha256": entry["sha256"]}:
-            return entry["sha256"]
+        if (remembered := known_sha256(file, path, cache=cache)) is not None:
+            return remembered
         digest = hashlib.file_digest(cast("Any", file), "sha256").hexdigest()
         after = _identity(os.fstat(file.fileno()))
     settled = time.time_ns() - max(after["mtime_ns"], after["ctime_ns"]) > _SETTLED_NS
     if cache is not None and before == after and settled:
-        known[name] = {**after, "sha256": digest}
+        known = {**_read(cache), os.path.basename(path): {**after, "sha256": digest}}
         with contextlib.suppress(FileError):
             write_file(cache, json.dumps(known, indent=1))
     return digest
+
+
+def known_sha256(file: BinaryIO, path: str | Path, *, cache: str | Path | None) -> str | None:
+    """Return the digest of an open file that `sha256_file` has remembered; None if it has not.
+
+    Args:
+        file: The file.
+        path: Its path.
+        cache: The JSON file that remembers.
+    """
+    entry = None if cache is None else _read(cache).get(os.path.basename(path))
+    if entry is None or entry != {**_identity(os.fstat(file.fileno())), "sha256": entry["sha256"]}:
+        return None
+    return entry["sha256"]
 
 
 def _identity(status: os.stat_result) -> dict[str, int]:

@@ -18,11 +18,12 @@ Little-endian layout, with S sequences and D = documents + 1:
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO
 
@@ -47,6 +48,8 @@ DTYPE_BY_CODE: dict[int, np.dtype] = {
 }
 CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
 UINT16_VOCABULARY_LIMIT = 65_500
+MAPPED_FROM = 1_000_000
+"""Number of sequences from which an index is mapped."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -68,6 +71,9 @@ def storable_dtype(dtype: DTypeLike) -> np.dtype:
 class Index:
     """The content of an `.idx` file.
 
+    Attributes:
+        digest: The sha256 of the file's bytes, if it is known.
+
     Shape:
         - lengths: [S] int32; pointers: [S] int64 bytes; document_index: [D] int64
         - modes: [S] int8, or None if the file is not multimodal
@@ -78,6 +84,7 @@ class Index:
     pointers: NDArray[np.int64]
     document_index: NDArray[np.int64]
     modes: NDArray[np.int8] | None = None
+    digest: str | None = None
 
     @classmethod
     def build(
@@ -100,7 +107,9 @@ class Index:
     @property
     def num_tokens(self) -> int:
         """Number of tokens in the `.bin` file."""
-        return int(self.lengths.sum(dtype=np.int64))
+        if not len(self.lengths):
+            return 0
+        return int(self.pointers[-1]) // self.dtype.itemsize + int(self.lengths[-1])
 
     def _parts(self) -> Iterator[bytes | memoryview]:
         yield HEADER.pack(
@@ -123,6 +132,8 @@ class Index:
     @cached_property
     def sha256(self) -> str:
         """Digest of the file's bytes."""
+        if self.digest is not None:
+            return self.digest
         digest = hashlib.sha256()
         for part in self._parts():
             digest.update(part)
@@ -130,17 +141,23 @@ class Index:
 
 
 def read_index(
-    file_path: str | Path, path: str | None = None, *, multimodal: bool = False
+    file_path: str | Path,
+    path: str | None = None,
+    *,
+    multimodal: bool = False,
+    cache: str | Path | None = None,
 ) -> Index:
     """Read and check an `.idx` file.
 
     Every number in the file is checked against the size of the file before it is used for an
-    allocation.
+    allocation. A file of `MAPPED_FROM` sequences or more is mapped, so that the processes of a node
+    have it in memory once, and its content is not checked again while `cache` remembers its digest.
 
     Args:
         file_path: The file.
         path: Its name in messages, where the file is a copy.
         multimodal: Whether it has modes.
+        cache: File that remembers digests of files; see `mt_files.sha256_file`.
 
     Raises:
         DataFileError: Names the file, the offset, the expected and the actual value.
@@ -151,15 +168,23 @@ def read_index(
         size = os.fstat(file.fileno()).st_size
         dtype, sequences, boundaries = _read_header(path, file, size)
         _check_size(path, size, sequences, boundaries, multimodal=multimodal)
+        take = _from_map(file) if sequences >= MAPPED_FROM else partial(_read_array, path, file)
         index = Index(
             dtype=dtype,
-            lengths=_read_array(path, file, "<i4", sequences),
-            pointers=_read_array(path, file, "<i8", sequences),
-            document_index=_read_array(path, file, "<i8", boundaries),
-            modes=_read_array(path, file, "i1", sequences) if multimodal else None,
+            lengths=take("<i4", sequences),
+            pointers=take("<i8", sequences),
+            document_index=take("<i8", boundaries),
+            modes=take("i1", sequences) if multimodal else None,
         )
-    _check_content(path, index)
-    return index
+        if sequences < MAPPED_FROM:
+            _check_content(path, index)
+            return index
+        digest = mt_files.known_sha256(file, file_path, cache=cache)
+        if digest is None:
+            _check_content(path, index)
+            mt_files.sha256_file(file_path, cache=cache)
+            digest = mt_files.known_sha256(file, file_path, cache=cache)  # None if it was replaced
+    return replace(index, digest=digest)
 
 
 def _byte_offsets(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
@@ -216,6 +241,19 @@ def _read_array(path: str, file: IO[bytes], dtype: str, count: int) -> NDArray:
             path, f"offset {offset}: expected {count} entries of {dtype}, read {len(array)}"
         )
     return array
+
+
+def _from_map(file: IO[bytes]) -> Callable[[str, int], NDArray]:
+    """Return a function that takes one array after the other from a map of the file."""
+    content, place = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), file.tell()
+
+    def take(dtype: str, count: int) -> NDArray:
+        nonlocal place
+        array = np.frombuffer(content, dtype, count, place)
+        place += array.nbytes
+        return array
+
+    return take
 
 
 def _check_content(path: str, index: Index) -> None:

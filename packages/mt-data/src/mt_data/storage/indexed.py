@@ -26,11 +26,14 @@ class IndexedDataset:
     Tokens are read with `pread` into arrays that the caller owns. So an array stays valid after the
     dataset is closed, threads and forked workers may share one dataset, and a file cut short while
     it is open raises an error, not a signal. The index is kept in memory: 12 bytes for each
-    sequence and 8 for each document.
+    sequence and 8 for each document. That of a million sequences and more is mapped instead, so
+    that the processes of a node share it; nothing may shorten its file while it is open.
 
     Opening checks every structural rule of the index, its sha256 if `<prefix>.json` records one,
-    and the size of `.bin`. A flipped bit inside `.bin` is still a valid token, so the format cannot
-    reveal it; `verify` reads the file and compares the recorded sha256.
+    and the size of `.bin`. The first process that opens a mapped index remembers its digest in
+    `<prefix>.digests.json`, and others do not read it again while the file stays as it is. A
+    flipped bit inside `.bin` is still a valid token, so the format cannot reveal it; `verify` reads
+    the file and compares the recorded sha256.
 
     An open dataset is in use: `IndexedWriter` does not replace it.
 
@@ -63,8 +66,12 @@ class IndexedDataset:
         self.token_path = f"{self.prefix}.bin"
         self._kept: tuple[object] | None = None
         self._remote = url_of(self.prefix) is not None
-        index = find_object(self.index_path).cached() if self._remote else self.index_path
-        self._index = read_index(index, self.index_path, multimodal=multimodal)
+        if self._remote:
+            index = find_object(self.index_path).cached()
+            cache = index.with_name("digests.json")
+        else:
+            index, cache = self.index_path, f"{self.prefix}.digests.json"
+        self._index = read_index(index, self.index_path, multimodal=multimodal, cache=cache)
         self._check_recorded_digest()
         self.dtype, self.num_tokens = self._index.dtype, self._index.num_tokens
         self.lengths, self.modes = self._index.lengths, self._index.modes
