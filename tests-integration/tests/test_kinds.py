@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -96,6 +98,34 @@ def test_a_new_kind_is_named_in_a_yaml_file(tiny, options, monkeypatch, tmp_path
         load_config(tiny.config, [*given, "data.packing=documents"])
     with pytest.raises(ConfigError, match=r"evaluation.stride: 4: rows of data.kind sums do not"):
         load_config(tiny.config, [*given, "evaluation.stride=4"])
+
+
+def test_an_installed_distribution_adds_a_kind(
+    tiny, options, one_process, tmp_path, losses
+) -> None:
+    """Its entry point is all that names it: to the command, and to each process that it starts."""
+    site = tmp_path / "site"
+    (site / "sums_of_others").mkdir(parents=True)
+    (site / "sums_of_others" / "__init__.py").touch()
+    shutil.copy(SUMS, site / "sums_of_others" / "rows.py")
+    info = site / "sums_of_others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sums-of-others\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[mt.datasets]\nsums = sums_of_others.rows\n")
+    command = tiny.command(tmp_path / "run", *options, "parallel.tp=2", nproc=2, real=True)
+
+    def run(path: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+
+    without = run("")
+    assert without.returncode == 2
+    assert "data.kind: 'sums'" in without.stderr
+    done = run(str(site))
+    assert done.returncode == 0, done.stderr
+    ours, theirs = losses(tmp_path / "run"), losses(one_process)
+    assert ours.keys() == theirs.keys()
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-9)
 
 
 def test_no_kind_is_named_outside_its_file() -> None:
