@@ -1,0 +1,122 @@
+"""The chunks of a token dataset: which tokens a chunk has follows from the dataset's index."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from mt_data import PADDING, DataError, DataFileError, IndexedDataset, url_of
+from mt_files import sha256_file
+from numpy.typing import NDArray
+
+
+class Chunks:
+    """The documents of a dataset, each cut into chunks from its first token on.
+
+    Chunk u of a document has its tokens [u * size, (u + 1) * size), the last chunk what is left. A
+    document without tokens has no chunk. Chunks are numbered through all documents; nothing is
+    stored.
+
+    Args:
+        dataset: The tokens.
+        size: Number of tokens in a chunk.
+
+    Raises:
+        DataError: The size is below 1, or the dataset does not hold token ids.
+    """
+
+    def __init__(self, dataset: IndexedDataset, size: int = 64) -> None:
+        if size < 1:
+            raise DataError(f"a chunk of {size} tokens is too small; use 1 or more")
+        if dataset.dtype.kind not in "iu":
+            raise DataError(f"{dataset.prefix} holds {dataset.dtype.name}, which are no token ids")
+        self.dataset, self.size = dataset, size
+        ends = np.zeros(len(dataset.lengths) + 1, np.int64)
+        np.cumsum(dataset.lengths, out=ends[1:])
+        self._begins = ends[dataset.document_index]
+        self._first = np.zeros_like(self._begins)
+        np.cumsum(-(-np.diff(self._begins) // size), out=self._first[1:])
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents, also of those without a chunk."""
+        return len(self._first) - 1
+
+    def of_document(self, document: int) -> range:
+        """Return the numbers of a document's chunks."""
+        if not 0 <= document < self.num_documents:
+            text = f"document {document} does not exist; there are {self.num_documents}"
+            raise IndexError(f"{self.dataset.prefix}: {text}")
+        return range(int(self._first[document]), int(self._first[document + 1]))
+
+    def documents(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the document of each chunk."""
+        self._check(numbers)
+        return np.searchsorted(self._first, numbers, side="right") - 1
+
+    def neighbourhoods(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for each chunk the first chunk of its document, and the first behind it.
+
+        Shape:
+            - numbers: [n]; result: [n, 2]
+        """
+        documents = self.documents(numbers)
+        return np.stack([self._first[documents], self._first[documents + 1]], axis=1)
+
+    def tokens(self, numbers: NDArray[np.int64], *, continued: bool = False) -> NDArray[np.int64]:
+        """Return the tokens of chunks, with `mt_data.PADDING` behind the end of a document.
+
+        Args:
+            numbers: Numbers of chunks.
+            continued: Whether to read the next `size` tokens of the document too.
+
+        Raises:
+            IndexError: There is no such chunk.
+
+        Shape:
+            - numbers: [n]; result: [n, size], or [n, 2 * size] if `continued`
+        """
+        documents = self.documents(numbers)
+        width = 2 * self.size if continued else self.size
+        starts = self._begins[documents] + (numbers - self._first[documents]) * self.size
+        lengths = np.minimum(self._begins[documents + 1] - starts, width)
+        tokens = np.full((len(numbers), width), PADDING, np.int64)
+        if len(numbers) > 1 and (starts[1:] == starts[:-1] + lengths[:-1]).all():
+            found = self.dataset.stream(int(starts[0]), int(lengths.sum()))
+            tokens[np.arange(width) < lengths[:, None]] = found
+            return tokens
+        pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+        for row, (start, length) in zip(tokens, pairs, strict=True):
+            row[:length] = self.dataset.stream(start, length)
+        return tokens
+
+    def _check(self, numbers: NDArray[np.int64]) -> None:
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
+            wrong = next(number for number in numbers.tolist() if not 0 <= number < len(self))
+            raise IndexError(
+                f"{self.dataset.prefix}: chunk {wrong} does not exist; there are {len(self)}"
+            )
+
+
+def data_digest(dataset: IndexedDataset) -> str:
+    """Return a digest of a dataset's content.
+
+    Of a dataset without recorded digests, which another tool wrote, the tokens are read once; the
+    digest is kept beside them while the file does not change.
+
+    Raises:
+        DataFileError: Such a dataset is in an object store.
+    """
+    if (dataset.metadata() or {}).get("bin_sha256") is not None:
+        return dataset.fingerprint
+    if url_of(dataset.prefix) is not None:
+        raise DataFileError(
+            f"{dataset.prefix}.json",
+            "not found, so nothing tells whether the tokens change; write the dataset anew with "
+            "mt-data merge, and copy it there with its .json",
+        )
+    tokens = sha256_file(dataset.token_path, cache=f"{dataset.prefix}.digests.json")
+    return hashlib.sha256(f"{dataset.fingerprint}:{tokens}".encode()).hexdigest()

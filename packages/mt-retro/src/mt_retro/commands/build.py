@@ -1,0 +1,64 @@
+"""`mt-retro build`: from datasets to a database."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_data import DataError, Part
+from mt_files import Progress, say
+
+from mt_retro.building import build_database
+from mt_retro.vectors import Vectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """Build a database of the chunks of datasets, or join databases.
+
+    Attributes:
+        inputs: Datasets, without ending, and folders of databases.
+        out: Folder of the database; required. A build that was killed goes on in it.
+        embeddings: Folders with the vectors of datasets; without them the built-in embedding makes
+            vectors, by runs of tokens.
+        index: How chunks are searched: exact, a factory string of faiss such as IVF1024,Flat, or
+            auto, which chooses by the number of chunks.
+        chunk: Number of tokens in a chunk.
+        part: Make one of several equal parts of the vectors, such as 3/16; whoever makes the last
+            one completes the database.
+        progress: Show progress even if standard error is not a terminal.
+    """
+
+    inputs: tuple[str, ...]
+    out: Path | None = None
+    embeddings: tuple[Path, ...] = ()
+    index: str = "exact"
+    chunk: int = 64
+    part: str | None = None
+    progress: bool = False
+
+    def run(self) -> None:
+        """Run the command."""
+        if self.out is None or not self.inputs:
+            raise DataError("datasets and --out are required: mt-retro build PREFIX ... --out DB")
+        progress = Progress(shown=self.progress or None)
+        try:
+            database = build_database(
+                self.inputs,
+                self.out,
+                chunk=self.chunk,
+                embedding=[Vectors(folder) for folder in self.embeddings] or None,
+                index=self.index,
+                part=None if self.part is None else Part.parse(self.part),
+                progress=progress,
+            )
+        finally:
+            progress.clear()
+        if database is None:
+            say(f"{self.out}: part {self.part} is there, and others are missing")
+            return
+        count = len(database.sources)
+        say(f"{self.out}: {len(database)} chunks of {database.chunk} tokens, {count} datasets")
+        say(f"embedded by {database.record.embedding}")
+        index = database.record.index
+        say(f"searched by {'comparing all' if index is None else index.factory}")

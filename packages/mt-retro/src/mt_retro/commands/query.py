@@ -1,0 +1,67 @@
+"""`mt-retro query`: the neighbours of every chunk of a dataset."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mt_data import DataError, IndexedDataset, Part
+from mt_files import Progress, say
+
+from mt_retro.database import Database
+from mt_retro.query import find_neighbours
+from mt_retro.vectors import Vectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """Find the neighbours of every chunk of a dataset in a database, and store them.
+
+    Attributes:
+        database: Folder of the database.
+        data: The dataset, without ending; required.
+        out: Folder of the neighbours; required. A query that was killed goes on in it.
+        neighbours: Number of neighbours of a chunk.
+        max_overlap: Leave out neighbours that repeat a larger share, in [0, 1), of a chunk and the
+            next one of its document.
+        embeddings: Folder with the vectors of the dataset, if the database was built with vectors
+            from elsewhere and is not of this dataset.
+        part: Query one of several equal parts of the chunks, such as 3/16; whoever makes the last
+            one joins them.
+        progress: Show progress even if standard error is not a terminal.
+    """
+
+    database: Path
+    data: str | None = None
+    out: Path | None = None
+    neighbours: int = 2
+    max_overlap: float | None = None
+    embeddings: Path | None = None
+    part: str | None = None
+    progress: bool = False
+
+    def run(self) -> None:
+        """Run the command."""
+        if self.data is None or self.out is None:
+            raise DataError(
+                "--data and --out are required: mt-retro query DB --data PREFIX --out N"
+            )
+        progress = Progress(shown=self.progress or None)
+        try:
+            found = find_neighbours(
+                Database(self.database),
+                IndexedDataset(self.data),
+                self.out,
+                neighbours=self.neighbours,
+                max_overlap=self.max_overlap,
+                embedding=None if self.embeddings is None else Vectors(self.embeddings),
+                part=None if self.part is None else Part.parse(self.part),
+                progress=progress,
+            )
+        finally:
+            progress.clear()
+        if found is None:
+            say(f"{self.out}: part {self.part} is there, and others are missing")
+            return
+        missing = found.count_missing()
+        say(f"{self.out}: {self.neighbours} neighbours of {len(found)} chunks, {missing} missing")

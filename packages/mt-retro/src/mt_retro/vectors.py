@@ -1,0 +1,206 @@
+"""The vectors of a dataset's chunks, as a folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+from mt_data import DataError, DataFileError, Part
+from mt_files import Checks, Progress
+from numpy.typing import NDArray
+
+from mt_retro.chunks import Chunks, data_digest
+from mt_retro.exact import BLOCK, check_vectors
+from mt_retro.stored import (
+    ArrayRecord,
+    StoredArray,
+    blocks_of,
+    digest_of,
+    path_from,
+    path_in,
+    read_record,
+)
+from mt_retro.work import Work
+
+_FILE = "vectors.npy"
+
+
+class NamedEmbedding(Protocol):
+    """A function from chunks to vectors whose name says what decides the vectors.
+
+    Shape:
+        - [n, m] tokens, with `mt_data.PADDING` behind the last of a chunk; [n, dim] float32
+    """
+
+    @property
+    def name(self) -> str: ...  # noqa: D102 - the class describes them
+    @property
+    def dim(self) -> int: ...  # noqa: D102
+    def __call__(self, chunks: NDArray[np.int64], /) -> NDArray: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class VectorsRecord:
+    """What a folder of vectors says of itself.
+
+    Attributes:
+        kind: Kind of the folder.
+        chunk: Number of tokens in a chunk.
+        data: Digest of the dataset.
+        data_path: Path of the dataset, from the folder.
+        embedding: Name of the embedding.
+        vectors: The array.
+    """
+
+    kind: Literal["vectors"]
+    chunk: int
+    data: str
+    data_path: str
+    embedding: str
+    vectors: ArrayRecord
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "chunk")
+        if not checks.errors and self.vectors.dtype != "float32":
+            checks.add("vectors", f"are of {self.vectors.dtype}; they must be float32")
+        checks.done()
+
+
+class Vectors:
+    """The vectors of a dataset's chunks.
+
+    Args:
+        folder: A folder that `embed_chunks` made.
+
+    Attributes:
+        record: What the folder says of itself.
+        digest: Digest of the vectors, and of what they are of.
+
+    Raises:
+        DataError: There are no vectors in the folder, or their files are damaged.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.record = read_record(self.folder, VectorsRecord, "vectors")
+        self.digest = digest_of(self.record)
+        self.array = StoredArray(self.folder / _FILE, self.record.vectors)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    @property
+    def dim(self) -> int:
+        """Number of values in a vector."""
+        return self.record.vectors.shape[1]
+
+    @property
+    def data_path(self) -> str:
+        """Path of the dataset."""
+        return path_in(self.folder, self.record.data_path)
+
+    def verify(self) -> None:
+        """Read all vectors, and refuse damage and values that are not finite.
+
+        Raises:
+            DataFileError: There are some; the message names the file.
+        """
+        self.array.verify()
+        try:
+            for start, vectors in blocks_of(self.array, BLOCK):
+                check_vectors("vectors", vectors, start)
+        except DataFileError:
+            raise
+        except DataError as error:
+            raise DataFileError(str(self.array.path), str(error)) from None
+
+
+class JoinedVectors:
+    """The vectors of several datasets, numbered through all of them.
+
+    Args:
+        parts: The vectors of each dataset, of one embedding.
+
+    Attributes:
+        first: Number of the first vector of each part, and the total.
+    """
+
+    def __init__(self, parts: Sequence[Vectors]) -> None:
+        self.parts = parts
+        self.first = list(accumulate(map(len, parts), initial=0))
+
+    def __len__(self) -> int:
+        return self.first[-1]
+
+    @property
+    def dim(self) -> int:
+        """Number of values in a vector."""
+        return self.parts[0].dim
+
+    def gather(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the vectors of these numbers: [n] gives [n, dim]."""
+        found = np.empty((len(ids), self.dim), np.float32)
+        for part, first in zip(self.parts, self.first, strict=False):
+            is_mine = (ids >= first) & (ids < first + len(part))
+            found[is_mine] = part.array.gather(ids[is_mine] - first)
+        return found
+
+    def blocks(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
+        """Yield all vectors in blocks, each with the number of its first."""
+        for part, first in zip(self.parts, self.first, strict=False):
+            for start, block in blocks_of(part.array, BLOCK):
+                yield first + start, block
+
+
+def embed_chunks(
+    chunks: Chunks,
+    out: str | os.PathLike[str],
+    embedding: NamedEmbedding,
+    *,
+    part: Part | None = None,
+    progress: Progress | None = None,
+) -> bool:
+    """Write the vectors of a dataset's chunks to a folder.
+
+    What is there of an earlier call with the same arguments is kept. The parts may be made by
+    several processes that share the file system.
+
+    Args:
+        chunks: The chunks of the dataset.
+        out: The folder.
+        embedding: Function from chunks to vectors, with a name that decides the vectors.
+        part: Share of the chunks to embed; by default all of them.
+        progress: Where to show the progress.
+
+    Returns:
+        Whether all vectors are there.
+
+    Raises:
+        DataError: The folder holds something else, or a vector is not finite.
+    """
+    folder = Path(out)
+    plan: dict[str, object] = {
+        "kind": "vectors",
+        "chunk": chunks.size,
+        "data": data_digest(chunks.dataset),
+        "data_path": path_from(folder, chunks.dataset.prefix),
+        "embedding": embedding.name,
+    }
+    shape = (len(chunks), embedding.dim)
+    work = Work(folder=folder, name=_FILE, plan=plan, shape=shape, dtype="float32")
+
+    def make(start: int, stop: int) -> NDArray:
+        vectors = np.asarray(embedding(chunks.tokens(np.arange(start, stop))))
+        check_vectors(embedding.name, vectors, start)
+        return vectors
+
+    def record_of(array: ArrayRecord) -> object:
+        return plan | {"vectors": array}
+
+    return work.run(make, record_of, part=part, progress=progress)

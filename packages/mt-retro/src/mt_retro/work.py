@@ -1,0 +1,227 @@
+"""Work on the rows of an array, block by block: in parts, by several processes, after a kill."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from mt_data import DataError, Part
+from mt_files import (
+    FileError,
+    MissingFileError,
+    Progress,
+    read_bytes,
+    remove_temporaries,
+    to_plain,
+    write_file,
+    writing,
+)
+from numpy.typing import NDArray
+
+from mt_retro.stored import (
+    PLAN,
+    RECORD,
+    ArrayRecord,
+    ArrayWriter,
+    digest_of,
+    read_sealed,
+    write_record,
+)
+
+_BLOCKS = "blocks"
+_DIGEST = 32
+
+Make = Callable[[int, int], NDArray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """An array whose rows are made in blocks, then joined.
+
+    A folder at work has `plan.json`, and a file in `blocks` for each block that is done; when it
+    is complete it has the array and `record.json`, which is written last. Which blocks there are
+    follows from the rows alone, so any number of processes may share them, on machines that share
+    the file system, and any of them may be killed: the same command makes what is missing. Who
+    makes the last block joins them.
+
+    Args:
+        folder: The folder.
+        name: Name of the array's file.
+        plan: Plain values that decide all rows. A folder with another plan is refused.
+        shape: Number of rows, and of the values in a row.
+        dtype: Name of the dtype.
+    """
+
+    folder: Path
+    name: str
+    plan: dict[str, object]
+    shape: tuple[int, int]
+    dtype: str
+
+    def run(
+        self,
+        make: Make,
+        record_of: Callable[[ArrayRecord], object],
+        *,
+        part: Part | None = None,
+        progress: Progress | None = None,
+    ) -> bool:
+        """Make the blocks of a part, then join all of them if none is missing.
+
+        Args:
+            make: Function of the first row and the one behind the last, which returns the rows.
+            record_of: Function that returns the folder's record, given that of the array.
+            part: Share of the blocks to make; by default all of them.
+            progress: Where to show the progress.
+
+        Returns:
+            Whether the folder is complete.
+
+        Raises:
+            DataError: The folder holds something else.
+        """
+        if self._is_complete():
+            return True
+        (self.folder / _BLOCKS).mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder, self.folder / _BLOCKS):
+            remove_temporaries(folder)
+        write_record(self.folder / PLAN, self.plan)
+        mine = self._share(Part(number=1, count=1) if part is None else part)
+        for done, number in enumerate(mine):
+            if self._read(number) is None:
+                rows = make(number * self.block, min((number + 1) * self.block, self.shape[0]))
+                self._write(number, rows)
+            if progress is not None:
+                progress.update(self.name, done + 1, len(mine), unit="blocks")
+        with alone(self.folder):
+            return self._is_complete() or self._join(record_of)
+
+    @property
+    def block(self) -> int:
+        """Number of rows in a block: 64 blocks or more of a large array."""
+        return min(max(-(-self.shape[0] // 64), 64), 4096)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return -(-self.shape[0] // self.block)
+
+    def missing(self) -> int:
+        """Return how many blocks are not made yet."""
+        return sum(not self._path(number).exists() for number in range(self.num_blocks))
+
+    def _share(self, part: Part) -> range:
+        ends = [self.num_blocks * end // part.count for end in (part.number - 1, part.number)]
+        return range(*ends)
+
+    def _is_complete(self) -> bool:
+        """Tell whether the array is there; refuse a folder with another plan, or other files."""
+        for name in (RECORD, PLAN):
+            content = read_sealed(self.folder / name)
+            if content is None:
+                continue
+            wanted = json.loads(json.dumps(to_plain(self.plan)))
+            found = {key: content.get(key) for key in wanted}
+            if digest_of(found) != digest_of(wanted):
+                raise DataError(f"{self.folder} {_difference(found, wanted)}")
+            if name == RECORD and (self.folder / PLAN).exists():
+                tidy(self.folder)  # its process was killed just before
+            return name == RECORD
+        check_empty(self.folder, {_BLOCKS})
+        return False
+
+    def _path(self, number: int) -> Path:
+        return self.folder / _BLOCKS / f"{number:08d}"
+
+    def _seal(self, number: int, content: bytes) -> bytes:
+        key = f"{digest_of(self.plan)}:{self.shape}:{self.block}:{number}:".encode()
+        return hashlib.sha256(key + content).digest()
+
+    def _rows(self, number: int) -> int:
+        return min(self.block, self.shape[0] - number * self.block)
+
+    def _write(self, number: int, rows: NDArray) -> None:
+        expected = (self._rows(number), self.shape[1])
+        if rows.shape != expected:
+            raise DataError(f"made rows of the shape {rows.shape}; they must have {expected}")
+        content = np.ascontiguousarray(rows, np.dtype(self.dtype).newbyteorder("<")).tobytes()
+        write_file(self._path(number), content, self._seal(number, content))
+
+    def _read(self, number: int) -> bytes | None:
+        """Return the bytes of a block; None if it is not there, or not of this plan."""
+        size = self._rows(number) * self.shape[1] * np.dtype(self.dtype).itemsize
+        try:
+            found = read_bytes(self._path(number), limit=size + _DIGEST, within=self.folder)
+        except (MissingFileError, FileError):
+            return None
+        content, seal = found[:size], found[size:]
+        return content if seal == self._seal(number, content) else None
+
+    def _join(self, record_of: Callable[[ArrayRecord], object]) -> bool:
+        if self.missing():
+            return False
+        with writing(self.folder / self.name) as file:
+            writer = ArrayWriter(file, self.dtype, self.shape)
+            for number in range(self.num_blocks):
+                content = self._read(number)
+                if content is None:
+                    self._path(number).unlink()
+                    raise DataError(
+                        f"{self._path(number)} was damaged, and is removed; give the same command "
+                        "again, and it is made anew"
+                    )
+                writer.write(content)
+            record = writer.end()
+        write_record(self.folder / RECORD, record_of(record))
+        tidy(self.folder)
+        return True
+
+
+def check_empty(folder: Path, known: Collection[str] = ()) -> None:
+    """Refuse a path that is no folder, or one with files other than those that are known.
+
+    Raises:
+        DataError: It is one.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is no folder; name a new one")
+    if not folder.is_dir():
+        return
+    for name in sorted(os.listdir(folder)):
+        if name not in known and not name.startswith("."):  # a file of a killed writer
+            raise DataError(f"{folder} holds something else, such as {name}; name a new folder")
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a complete folder no longer needs."""
+    shutil.rmtree(folder / _BLOCKS, ignore_errors=True)
+    (folder / PLAN).unlink(missing_ok=True)  # last, since it tells that there is something left
+
+
+def _difference(found: dict[str, object], wanted: dict[str, object]) -> str:
+    differing = [key for key in wanted if found[key] != wanted[key] and not key.endswith("_path")]
+    key = differing[0]
+    return (
+        f"was begun with {key} {found[key]}, and this command has {wanted[key]}; name a new "
+        "folder, or remove that one"
+    )
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process joins the blocks of a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # no locks on this file system
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
