@@ -16,7 +16,6 @@ import numpy as np
 from mt_data import DataError, Part
 from mt_files import (
     FileError,
-    MissingFileError,
     Progress,
     read_bytes,
     remove_temporaries,
@@ -160,7 +159,7 @@ class Work:
         size = self._rows(number) * self.shape[1] * np.dtype(self.dtype).itemsize
         try:
             found = read_bytes(self._path(number), limit=size + _DIGEST, within=self.folder)
-        except (MissingFileError, FileError):
+        except FileError:
             return None
         content, seal = found[:size], found[size:]
         return content if seal == self._seal(number, content) else None
