@@ -108,9 +108,8 @@ def _sources(inputs: Sequence[Given], vectors: Sequence[Vectors], chunk: int) ->
     for path in inputs:
         if os.path.isdir(path):
             database = Database(path)
-            for chunks, vectors in zip(database.sources, database.vectors.parts, strict=True):
-                data = vectors.record.data
-                sources.append(_Source(chunks=chunks, data=data, vectors=vectors))
+            for chunks, part in zip(database.sources, database.vectors.parts, strict=True):
+                sources.append(_Source(chunks=chunks, data=part.record.data, vectors=part))
         else:
             chunks = Chunks(IndexedDataset(path), chunk)
             data = data_digest(chunks.dataset)

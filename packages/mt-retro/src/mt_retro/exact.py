@@ -207,8 +207,8 @@ class _Candidates:
 
     rows: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     ids: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    lower: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    upper: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    lower: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    upper: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
 
 class _Slab:

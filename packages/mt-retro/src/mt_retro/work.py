@@ -128,7 +128,7 @@ class Work:
             if content is None:
                 continue
             wanted = json.loads(json.dumps(to_plain(self.plan)))
-            found = {key: content.get(key) for key in wanted}
+            found: dict[str, object] = {key: content.get(key) for key in wanted}
             if digest_of(found) != digest_of(wanted):
                 raise DataError(f"{self.folder} {_difference(found, wanted)}")
             if name == RECORD and (self.folder / PLAN).exists():
