@@ -243,7 +243,7 @@ def test_a_tokenizer_says_what_is_special_and_where_words_begin():
     assert sum(starts) == 1
     with pytest.raises(DataError, match="no special token '<mask>' for mask"):
         MaskedVocabulary.of(tokenizer, {"mask": "<mask>"})
-    with pytest.raises(DataError, match="must be four tokens"):
+    with pytest.raises(DataError, match="must be 4 tokens"):
         MaskedVocabulary.of(tokenizer, {"mask": "[CLS]"})
 
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from mt_data.corpus import dataset_tokenizer as dataset_tokenizer
     from mt_data.datasets.chat import ChatDataset as ChatDataset
     from mt_data.datasets.chat import chat_fields as chat_fields
+    from mt_data.datasets.fill_in_middle import FillInMiddle as FillInMiddle
+    from mt_data.datasets.fill_in_middle import FillInMiddleDataset as FillInMiddleDataset
     from mt_data.datasets.masked import MaskedDataset as MaskedDataset
     from mt_data.datasets.masked import MaskedVocabulary as MaskedVocabulary
     from mt_data.datasets.masked import masked_fields as masked_fields

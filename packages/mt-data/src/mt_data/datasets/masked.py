@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from mt_files import RowField, shorten
+from mt_files import RowField
 from mt_tokenizer import Tokenizer
 from numpy.typing import NDArray
 
@@ -16,6 +16,7 @@ from mt_data.datasets.identity import digest_of, random_bits
 from mt_data.datasets.masking import Masking
 from mt_data.datasets.permutation import Permutation
 from mt_data.datasets.row_dataset import RowDataset
+from mt_data.datasets.special_ids import special_ids
 from mt_data.error import DataError, at_least
 
 _NAMES = {"cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]", "pad": "[PAD]"}
@@ -53,20 +54,9 @@ class MaskedVocabulary:
             names: Names of `cls`, `sep`, `mask` and `pad` that differ from `[CLS]` and so on.
 
         Raises:
-            DataError: The tokenizer lacks one.
+            DataError: The tokenizer lacks one, or two of them are the same.
         """
-        ids = {}
-        for part, usual in _NAMES.items():
-            name = (names or {}).get(part, usual)
-            if name not in tokenizer.special_tokens:
-                known = ", ".join(sorted(tokenizer.special_tokens))
-                raise DataError(
-                    f"the tokenizer has no special token {shorten(name)} for {part}; it has {known}"
-                    f". Name another, or train one with train_tokenizer(special=[...])"
-                )
-            ids[part] = tokenizer.special_tokens[name]
-        if len(set(ids.values())) < len(ids):
-            raise DataError(f"cls, sep, mask and pad must be four tokens, not {ids}")
+        ids = special_ids(tokenizer, {**_NAMES, **(names or {})})
         special = np.array(sorted(tokenizer.special_tokens.values()), np.int64)
         ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), special)
         return MaskedVocabulary(**ids, ordinary=ordinary, starts=tokenizer.word_starts)

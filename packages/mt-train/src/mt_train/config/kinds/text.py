@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from mt_files import Checks, RowField
+from mt_files import Checks, RowField, shorten
 
 from mt_train.config.kinds.section import DataSection, HeldOutRows, Sources, packing_misfits
 
 if TYPE_CHECKING:
     from mt_data import GPTDataset, IndexedDataset, RowDataset, Rows, TokenRanges
+    from mt_model import ModelConfig
+
+    from mt_train.config.run_config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillInMiddleSection:
+    """Texts of which a model learns to write the middle, and the special tokens for it.
+
+    Attributes:
+        rate: Share of the texts that are cut in three; the others stay as they are.
+        spm_rate: Share of these in the order suffix, prefix, middle (SPM); the others have prefix,
+            suffix, middle (PSM).
+        prefix: The token before the prefix, and before all three.
+        suffix: The one before the suffix.
+        middle: The one behind which the middle is written.
+    """
+
+    rate: float = 0.5
+    spm_rate: float = 0.5
+    prefix: str = "<|fim_prefix|>"
+    suffix: str = "<|fim_suffix|>"
+    middle: str = "<|fim_middle|>"
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.above(0, "rate")
+        checks.at_least(0, "spm_rate")
+        checks.at_most(1, "rate", "spm_rate")
+        if not checks.errors and len({*self.special}) < len(self.special):
+            text = f"prefix, suffix and middle are {', '.join(map(shorten, self.special))}; give "
+            checks.add("middle", f"{text}each of the three a token of its own")
+        checks.done()
+
+    @property
+    def special(self) -> tuple[str, ...]:
+        """The special tokens."""
+        return self.prefix, self.suffix, self.middle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +67,9 @@ class TextData(DataSection):
         packing: Attention between the documents of a sequence. `none` lets a token attend to
             everything before it; `documents` keeps attention within a document: positions restart,
             and the first token of a document is no label. It holds for training and evaluation.
+        fim: Fill in the middle, such as `{rate: 0.5, spm_rate: 0.5}`: a share of the texts of
+            `train` is cut in three, and the middle comes last. `tokenizer` needs to have the
+            special tokens `prefix`, `suffix` and `middle`, by default `<|fim_prefix|>` and so on.
     """
 
     type_name: ClassVar[str] = "text"
@@ -37,6 +79,12 @@ class TextData(DataSection):
     split: str | None = None
     order: Literal["stable", "megatron"] = "stable"
     packing: Literal["none", "documents"] = "none"
+    fim: FillInMiddleSection | None = None
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """The special tokens of texts whose middle is filled in."""
+        return () if self.fim is None else self.fim.special
 
     def check(self, checks: Checks) -> None:
         """Check split and order."""
@@ -69,6 +117,13 @@ class TextData(DataSection):
 
         return text_fields(packed=self.packing == "documents")
 
+    def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+        """Yield what does not go with running text."""
+        yield from super().misfits(config, model)
+        if self.fim is not None and self.corpus is None and self.tokenizer is None:
+            text = "makes tokens of parts of texts, and there is no data.tokenizer; name the one of"
+            yield "data.fim", f"{text} data.train, or leave this out"
+
     def corpus_misfits(self, train: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
         """Yield that there are no documents to keep apart."""
         yield from packing_misfits(self.packing, train)
@@ -86,12 +141,12 @@ class TextData(DataSection):
 
     def datasets(self, sources: Sources) -> list[GPTDataset | RowDataset]:
         """Open all paths of `train`, each with its part of `split`."""
-        from mt_data import GPTDataset, IndexedDataset
+        from mt_data import IndexedDataset
 
         indexed = [IndexedDataset(prefix) for prefix in sources.train]
         shares = sources.weights or [int(each.num_tokens) for each in indexed]
         return [
-            GPTDataset(
+            self._samples(sources)(
                 each,
                 sequence_length=sources.sequence_length,
                 seed=sources.seed,
@@ -104,6 +159,16 @@ class TextData(DataSection):
             )
             for each, share in zip(indexed, shares, strict=True)
         ]
+
+    def _samples(self, sources: Sources) -> Callable[..., GPTDataset]:
+        """Return what makes the samples of a path."""
+        from mt_data import FillInMiddle, FillInMiddleDataset, GPTDataset
+
+        if self.fim is None:
+            return GPTDataset
+        assert sources.tokenizer is not None, "this needs one"  # noqa: S101
+        fill = FillInMiddle(**asdict(self.fim))
+        return partial(FillInMiddleDataset, tokenizer=sources.tokenizer, fill=fill)
 
     def held_out(self, sources: Sources) -> HeldOutRows | None:
         """Return windows over the held-out tokens: every token is a label once."""
