@@ -83,7 +83,7 @@ class Slots:
         counts, tokens = self.starts.diff(), self.places.shape[0]
         return self.lengths.repeat_interleave(counts, output_size=tokens)
 
-    def groups(self, block_size: int) -> list[Group]:
+    def groups(self, block_size: int, most: int | None = None) -> list[Group]:
         """Return the requests in groups that one batch of operations serves.
 
         A group has requests of equally many new tokens whose lengths are within twice of each
@@ -91,6 +91,7 @@ class Slots:
 
         Args:
             block_size: Number of tokens of a block.
+            most: Number of tokens that a group of several requests holds at most; None for any.
 
         Raises:
             ValueError: A table is shorter than its request.
@@ -110,7 +111,14 @@ class Slots:
                 )
             if count:
                 found[count, (blocks - 1).bit_length()].append(row)
-        return [self._group(own, starts, lengths, block_size) for own in found.values()]
+        groups = list[Group]()
+        for (_, bits), rows_of in found.items():
+            step = len(rows_of) if most is None else max(1, (most // block_size) >> bits)
+            cuts = range(0, len(rows_of), step)
+            groups += [
+                self._group(rows_of[i : i + step], starts, lengths, block_size) for i in cuts
+            ]
+        return groups
 
     def _group(self, own: list[int], starts: list[int], lengths: list[int], size: int) -> Group:
         count = starts[own[0] + 1] - starts[own[0]]
