@@ -79,8 +79,8 @@ def centroids_of(factory: str) -> int:
 class FaissIndex:
     """An index of faiss over the vectors of a database.
 
-    Candidates of faiss are compared again in fp64, so that distances and their order are those of
-    exact search.
+    Candidates of faiss are compared again in fp64, so that distances and their order are the same
+    as in exact search.
 
     Args:
         index: The index of faiss.
@@ -209,7 +209,7 @@ class _Found:
     Attributes:
         ids: Numbers of keys, [n, wanted].
         is_allowed: Which of them count, [n, wanted].
-        sure: How many of those are nearer than every key that was not returned, [n].
+        sure: Number of the allowed keys that are nearer than every key that was not returned, [n].
         is_last: Whether there are no further keys to be found, [n].
     """
 

@@ -36,11 +36,11 @@ class _Source:
     vectors: Vectors | None
 
     def embedding(self, made: str) -> str:
-        """Return the name of the embedding, given that of vectors that are made."""
+        """Return the name of the embedding, given the name for vectors that are to be made."""
         return made if self.vectors is None else self.vectors.record.embedding
 
     def folder_in(self, folder: Path) -> Path:
-        """Return the folder of the vectors that are made."""
+        """Return the folder for vectors that are to be made."""
         return folder / f"vectors-{self.data[:16]}"
 
 
@@ -56,7 +56,7 @@ def build_database(
 ) -> Database | None:
     """Build a database of datasets, or join databases.
 
-    What is there of an earlier call with the same arguments is kept. The parts may be made by
+    The results of an earlier call with the same arguments are kept. The parts may be made by
     several processes that share the file system; the last one joins them.
 
     Args:
@@ -141,7 +141,7 @@ def _check(sources: Sequence[_Source], chunk: int, embedding: str) -> None:
 
 
 def _same(database: Database, sources: Sequence[_Source], wanted: tuple[int, str, str]) -> Database:
-    """Return a database that is there already, if it is the one that is asked for."""
+    """Return the database of a folder, if it was built with the same arguments."""
     record = database.record
     found = [source.data for source in record.sources]
     name = sources[0].embedding(wanted[1])

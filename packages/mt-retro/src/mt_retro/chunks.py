@@ -3,19 +3,54 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from mt_data import PADDING, DataError, DataFileError, IndexedDataset, url_of
-from mt_files import sha256_file
+from mt_files import Checks, sha256_file
 from numpy.typing import NDArray
+
+from mt_retro.stored import ArrayRecord, path_from
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetRecord:
+    """The dataset that a record is of.
+
+    Attributes:
+        data: Digest of the dataset.
+        data_path: Path of the dataset, from the folder of the record.
+    """
+
+    data: str
+    data_path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunksRecord(DatasetRecord):
+    """A folder's description of its array, which has a row for each chunk of a dataset.
+
+    Attributes:
+        chunk: Number of tokens in a chunk.
+    """
+
+    chunk: int
+
+    def _checks(self, name: str, array: ArrayRecord, dtype: str) -> Checks:
+        checks = Checks(self)
+        checks.at_least(1, "chunk")
+        if not checks.errors and array.dtype != dtype:
+            checks.add(name, f"are of {array.dtype}; they must be {dtype}")
+        return checks
 
 
 class Chunks:
     """The documents of a dataset, each cut into chunks from its first token on.
 
-    Chunk u of a document has its tokens [u * size, (u + 1) * size), the last chunk what is left. A
-    document without tokens has no chunk. Chunks are numbered through all documents; nothing is
-    stored.
+    Chunk u of a document has its tokens [u * size, (u + 1) * size), and the last chunk has the
+    rest. A document without tokens has no chunk. Chunks are numbered through all documents; nothing
+    is stored.
 
     Args:
         dataset: The tokens.
@@ -58,7 +93,7 @@ class Chunks:
         return np.searchsorted(self._first, numbers, side="right") - 1
 
     def neighbourhoods(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return for each chunk the first chunk of its document, and the first behind it.
+        """Return the first chunk of each chunk's document, and the first chunk behind the document.
 
         Shape:
             - numbers: [n]; result: [n, 2]
@@ -93,6 +128,15 @@ class Chunks:
             row[:length] = self.dataset.stream(start, length)
         return tokens
 
+    def plan(self, kind: str, folder: Path) -> dict[str, object]:
+        """Return the plain values of a `ChunksRecord` of these chunks, for a folder."""
+        return {
+            "kind": kind,
+            "chunk": self.size,
+            "data": data_digest(self.dataset),
+            "data_path": path_from(folder, self.dataset.prefix),
+        }
+
     def _check(self, numbers: NDArray[np.int64]) -> None:
         if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(self):
             wrong = next(number for number in numbers.tolist() if not 0 <= number < len(self))
@@ -104,8 +148,8 @@ class Chunks:
 def data_digest(dataset: IndexedDataset) -> str:
     """Return a digest of a dataset's content.
 
-    Of a dataset without recorded digests, which another tool wrote, the tokens are read once; the
-    digest is kept beside them while the file does not change.
+    If a dataset has no recorded digests, as another tool wrote it, its tokens are read once, and
+    their digest is kept beside them while the file does not change.
 
     Raises:
         DataFileError: Such a dataset is in an object store.

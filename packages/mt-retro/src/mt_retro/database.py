@@ -15,7 +15,7 @@ from mt_files import Checks, shorten
 from numpy.typing import NDArray
 
 from mt_retro.approximate import FaissIndex, IndexRecord
-from mt_retro.chunks import Chunks, data_digest
+from mt_retro.chunks import Chunks, DatasetRecord, data_digest
 from mt_retro.exact import check_vectors, nearest
 from mt_retro.ngrams import NGramEmbedding
 from mt_retro.stored import digest_of, path_in, read_record
@@ -25,19 +25,15 @@ INDEX = "index.faiss"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceRecord:
+class SourceRecord(DatasetRecord):
     """A dataset of a database.
 
     Attributes:
-        data: Digest of the dataset.
-        data_path: Path of the dataset, from the database.
         vectors: Digest of the vectors of its chunks.
         vectors_path: Path of their folder, from the database.
         chunks: Number of chunks.
     """
 
-    data: str
-    data_path: str
     vectors: str
     vectors_path: str
     chunks: int
@@ -50,7 +46,7 @@ class SourceRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class DatabaseRecord:
-    """What a database says of itself.
+    """A description of a database.
 
     Attributes:
         kind: Kind of the folder.
@@ -88,7 +84,7 @@ class Database:
         folder: A folder that `mt-retro build` made.
 
     Attributes:
-        record: What the folder says of itself.
+        record: The description in the folder.
         digest: Digest of the datasets, the vectors and the index.
         sources: The chunks of each dataset.
         vectors: The vectors of all chunks.
@@ -155,8 +151,8 @@ class Database:
     def tokens(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return chunks with the chunk that follows each in its document.
 
-        Behind the end of the document there is `mt_data.PADDING`; so everywhere for the number -1,
-        a missing neighbour.
+        Behind the end of the document there is `mt_data.PADDING`. The number -1, a missing
+        neighbour, gives nothing else.
 
         Raises:
             DataError: A number is below -1, or there is no such chunk.
@@ -215,7 +211,7 @@ class Database:
         return known
 
     def verify(self) -> None:
-        """Read every byte of the database and its datasets, and refuse what has changed.
+        """Read every byte of the database and its datasets, and refuse a change.
 
         Raises:
             DataFileError: A file is damaged; the message names it.

@@ -131,7 +131,7 @@ class _Block:
         squares: Their squared lengths, [distinct].
         members: Keys in the order of the distinct key that they equal, [size].
         ends: Place in `members` behind the keys of each distinct one, [distinct].
-        order: For each of the members, its number plus `size` times that of its distinct key.
+        order: For each of the members, its number plus `size` times the number of its distinct key.
     """
 
     start: int
@@ -188,7 +188,7 @@ class _Block:
 
 
 def _equal_rows(keys: NDArray) -> NDArray[np.int64]:
-    """Return the number of the distinct row that each row equals; that of itself if all differ."""
+    """Return the number of the distinct row that each row equals; its own number if all differ."""
     bits = keys.view(np.uint32 if keys.itemsize % 4 == 0 else np.uint8)
     odd = (np.arange(bits.shape[1], dtype=np.uint32) * np.uint32(0x9E3779B1)) | np.uint32(1)
     hashes = np.einsum("ij,j->i", bits.astype(np.uint32, copy=False), odd)

@@ -10,10 +10,10 @@ from typing import Literal
 
 import numpy as np
 from mt_data import DataError, DataFileError, IndexedDataset, Part
-from mt_files import Checks, Progress
+from mt_files import Progress
 from numpy.typing import NDArray
 
-from mt_retro.chunks import Chunks, data_digest
+from mt_retro.chunks import Chunks, ChunksRecord, data_digest
 from mt_retro.database import Database, check_ids
 from mt_retro.overlap import overlaps
 from mt_retro.stored import (
@@ -33,14 +33,11 @@ _AT_ONCE = 1 << 20  # neighbours whose overlap is measured at a time
 
 
 @dataclass(frozen=True, kw_only=True)
-class NeighboursRecord:
-    """What a folder of neighbours says of itself.
+class NeighboursRecord(ChunksRecord):
+    """A description of a folder of neighbours.
 
     Attributes:
         kind: Kind of the folder.
-        chunk: Number of tokens in a chunk.
-        data: Digest of the dataset.
-        data_path: Path of the dataset, from the folder.
         database: Digest of the database.
         database_path: Path of the database, from the folder.
         neighbours: Number of neighbours of each chunk.
@@ -49,9 +46,6 @@ class NeighboursRecord:
     """
 
     kind: Literal["neighbours"]
-    chunk: int
-    data: str
-    data_path: str
     database: str
     database_path: str
     neighbours: int
@@ -59,10 +53,8 @@ class NeighboursRecord:
     ids: ArrayRecord
 
     def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.at_least(1, "chunk", "neighbours")
-        if not checks.errors and self.ids.dtype != "int64":
-            checks.add("ids", f"are of {self.ids.dtype}; they must be int64")
+        checks = self._checks("ids", self.ids, "int64")
+        checks.at_least(1, "neighbours")
         if not checks.errors and self.ids.shape[1] != self.neighbours:
             checks.add("ids", f"{self.ids.shape[1]} a chunk, and neighbours is {self.neighbours}")
         checks.done()
@@ -169,8 +161,8 @@ def find_neighbours(  # noqa: PLR0913 - each is one decision of a query
 ) -> Neighbours | None:
     """Find and store the neighbours of every chunk of a dataset.
 
-    No neighbour is of the chunk's own document. What is there of an earlier call with the same
-    arguments is kept. The parts may be made by several processes that share the file system; the
+    No neighbour is of the chunk's own document. The results of an earlier call with the same
+    arguments are kept. The parts may be made by several processes that share the file system; the
     last one joins them.
 
     Args:
@@ -187,7 +179,7 @@ def find_neighbours(  # noqa: PLR0913 - each is one decision of a query
         progress: Where to show the progress.
 
     Returns:
-        The neighbours; None if those of other parts are missing.
+        The neighbours; None if other parts are missing.
 
     Raises:
         DataError: An argument is wrong, the vectors are of another embedding, or the folder holds
@@ -201,11 +193,8 @@ def find_neighbours(  # noqa: PLR0913 - each is one decision of a query
     chunks, data = Chunks(dataset, database.chunk), data_digest(dataset)
     own = database.first_of(data)
     vectors_of = _vectors_of(database, chunks, data, embedding)
-    plan: dict[str, object] = {
-        "kind": "neighbours",
-        "chunk": chunks.size,
-        "data": data,
-        "data_path": path_from(folder, dataset.prefix),
+    plan = {
+        **chunks.plan("neighbours", folder),
         "database": database.digest,
         "database_path": path_from(folder, database.folder),
         "neighbours": neighbours,

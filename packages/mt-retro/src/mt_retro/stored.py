@@ -174,7 +174,7 @@ class StoredArray:
         return self._values[numbers]
 
     def verify(self) -> None:
-        """Check every block, also those that were checked before."""
+        """Check every block, also the blocks that were checked before."""
         self._is_checked[:] = False
         self._check(np.arange(self.record.num_blocks))
 

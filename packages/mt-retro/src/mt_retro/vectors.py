@@ -11,17 +11,16 @@ from typing import Literal, Protocol
 
 import numpy as np
 from mt_data import DataError, DataFileError, Part
-from mt_files import Checks, Progress
+from mt_files import Progress
 from numpy.typing import NDArray
 
-from mt_retro.chunks import Chunks, data_digest
+from mt_retro.chunks import Chunks, ChunksRecord
 from mt_retro.exact import BLOCK, check_vectors
 from mt_retro.stored import (
     ArrayRecord,
     StoredArray,
     blocks_of,
     digest_of,
-    path_from,
     path_in,
     read_record,
 )
@@ -45,31 +44,21 @@ class NamedEmbedding(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class VectorsRecord:
-    """What a folder of vectors says of itself.
+class VectorsRecord(ChunksRecord):
+    """A description of a folder of vectors.
 
     Attributes:
         kind: Kind of the folder.
-        chunk: Number of tokens in a chunk.
-        data: Digest of the dataset.
-        data_path: Path of the dataset, from the folder.
         embedding: Name of the embedding.
         vectors: The array.
     """
 
     kind: Literal["vectors"]
-    chunk: int
-    data: str
-    data_path: str
     embedding: str
     vectors: ArrayRecord
 
     def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.at_least(1, "chunk")
-        if not checks.errors and self.vectors.dtype != "float32":
-            checks.add("vectors", f"are of {self.vectors.dtype}; they must be float32")
-        checks.done()
+        self._checks("vectors", self.vectors, "float32").done()
 
 
 class Vectors:
@@ -79,8 +68,8 @@ class Vectors:
         folder: A folder that `embed_chunks` made.
 
     Attributes:
-        record: What the folder says of itself.
-        digest: Digest of the vectors, and of what they are of.
+        record: The description in the folder.
+        digest: Digest of the vectors, the dataset and the embedding.
 
     Raises:
         DataError: There are no vectors in the folder, or their files are damaged.
@@ -168,7 +157,7 @@ def embed_chunks(
 ) -> bool:
     """Write the vectors of a dataset's chunks to a folder.
 
-    What is there of an earlier call with the same arguments is kept. The parts may be made by
+    The results of an earlier call with the same arguments are kept. The parts may be made by
     several processes that share the file system.
 
     Args:
@@ -185,13 +174,7 @@ def embed_chunks(
         DataError: The folder holds something else, or a vector is not finite.
     """
     folder = Path(out)
-    plan: dict[str, object] = {
-        "kind": "vectors",
-        "chunk": chunks.size,
-        "data": data_digest(chunks.dataset),
-        "data_path": path_from(folder, chunks.dataset.prefix),
-        "embedding": embedding.name,
-    }
+    plan = {**chunks.plan("vectors", folder), "embedding": embedding.name}
     shape = (len(chunks), embedding.dim)
     work = Work(folder=folder, name=_FILE, plan=plan, shape=shape, dtype="float32")
 

@@ -45,10 +45,10 @@ Make = Callable[[int, int], NDArray]
 class Work:
     """An array whose rows are made in blocks, then joined.
 
-    A folder at work has `plan.json`, and a file in `blocks` for each block that is done; when it
-    is complete it has the array and `record.json`, which is written last. Which blocks there are
-    follows from the rows alone, so any number of processes may share them, on machines that share
-    the file system, and any of them may be killed: the same command makes what is missing. Who
+    An unfinished folder has `plan.json`, and a file in `blocks` for each finished block; a complete
+    one has the array and `record.json`, which is written last. The blocks follow from the number of
+    rows alone, so any number of processes may share them, on machines that share the file system,
+    and any process may be killed: the same command makes the missing blocks. The process that
     makes the last block joins them.
 
     Args:
@@ -77,7 +77,7 @@ class Work:
 
         Args:
             make: Function of the first row and the one behind the last, which returns the rows.
-            record_of: Function that returns the folder's record, given that of the array.
+            record_of: Function that returns the folder's record, given the record of the array.
             part: Share of the blocks to make; by default all of them.
             progress: Where to show the progress.
 
@@ -185,7 +185,7 @@ class Work:
 
 
 def check_empty(folder: Path, known: Collection[str] = ()) -> None:
-    """Refuse a path that is no folder, or one with files other than those that are known.
+    """Refuse a path that is no folder, or a folder with other files than the known ones.
 
     Raises:
         DataError: It is one.

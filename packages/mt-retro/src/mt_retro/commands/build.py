@@ -18,7 +18,7 @@ class Build:
 
     Attributes:
         inputs: Datasets, without ending, and folders of databases.
-        out: Folder of the database; required. A build that was killed goes on in it.
+        out: Folder of the database; required. A killed build goes on in it.
         embeddings: Folders with the vectors of datasets; without them the built-in embedding makes
             vectors, by runs of tokens.
         index: How chunks are searched: exact, a factory string of faiss such as IVF1024,Flat, or

@@ -20,7 +20,7 @@ class Query:
     Attributes:
         database: Folder of the database.
         data: The dataset, without ending; required.
-        out: Folder of the neighbours; required. A query that was killed goes on in it.
+        out: Folder of the neighbours; required. A killed query goes on in it.
         neighbours: Number of neighbours of a chunk.
         max_overlap: Leave out neighbours that repeat a larger share, in [0, 1), of a chunk and the
             next one of its document.
