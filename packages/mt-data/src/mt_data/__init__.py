@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from mt_data.datasets.mixture import MixtureSource as MixtureSource
     from mt_data.datasets.mixture import mixed as mixed
     from mt_data.datasets.mixture import mixture_sources as mixture_sources
+    from mt_data.datasets.packing import PackedOrder as PackedOrder
     from mt_data.datasets.packing import best_fit as best_fit
     from mt_data.datasets.pairs import PairDataset as PairDataset
     from mt_data.datasets.prefetch import Prefetcher as Prefetcher

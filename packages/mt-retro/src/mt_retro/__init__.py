@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from mt_retro.overlap import overlaps as overlaps
     from mt_retro.query import Neighbours as Neighbours
     from mt_retro.query import find_neighbours as find_neighbours
+    from mt_retro.query import neighbours_of as neighbours_of
     from mt_retro.retriever import Retrieved as Retrieved
     from mt_retro.retriever import Retriever as Retriever
+    from mt_retro.rows import RetroDataset as RetroDataset
+    from mt_retro.rows import retro_fields as retro_fields
     from mt_retro.vectors import NamedEmbedding as NamedEmbedding
     from mt_retro.vectors import Vectors as Vectors
     from mt_retro.vectors import embed_chunks as embed_chunks

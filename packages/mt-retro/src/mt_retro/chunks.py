@@ -80,6 +80,19 @@ class Chunks:
         """Number of documents, also of those without a chunk."""
         return len(self._first) - 1
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of tokens of each document."""
+        return np.diff(self._begins)
+
+    def read(self, document: int, start: int, length: int) -> NDArray:
+        """Return tokens [start, start + length) of a document."""
+        begin, end = self._begins[document : document + 2].tolist()
+        if not 0 <= start <= start + length <= end - begin:
+            text = f"tokens [{start}, {start + length}) of document {document} do not exist"
+            raise IndexError(f"{self.dataset.prefix}: {text}; it has {end - begin}")
+        return self.dataset.stream(begin + start, length)
+
     def of_document(self, document: int) -> range:
         """Return the numbers of a document's chunks."""
         if not 0 <= document < self.num_documents:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -146,6 +146,32 @@ class Neighbours:
     def _checked(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         check_ids(ids, len(self.database), str(self._ids.path))
         return ids
+
+
+def neighbours_of(
+    dataset: IndexedDataset, folders: Sequence[str | os.PathLike[str]], database: Database
+) -> Neighbours:
+    """Open the folder whose neighbours are of a dataset, as its digest says.
+
+    Args:
+        dataset: The dataset.
+        folders: Folders of neighbours of several datasets.
+        database: The database that all of them are of.
+
+    Raises:
+        DataError: No folder has neighbours of this dataset, or they are of another database.
+    """
+    data, others = data_digest(dataset), []
+    for folder in folders:
+        record = read_record(Path(folder), NeighboursRecord, "neighbours")
+        if record.data == data:
+            return Neighbours(folder, dataset, database)
+        others.append(
+            f"{folder} is of {path_in(Path(folder), record.data_path)} ({record.data[:16]})"
+        )
+    text = f"no folder has neighbours of this dataset, whose digest is {data[:16]}: "
+    text += f"{', '.join(others) or 'there is none'}; restore the dataset, or make them: mt-retro "
+    raise DataFileError(dataset.prefix, f"{text}query {database.folder} --data {dataset.prefix}")
 
 
 def find_neighbours(  # noqa: PLR0913 - each is one decision of a query

@@ -127,6 +127,10 @@ class RowDataset(InOrder):
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return the arrays of row `index`, 0 or more, in the endless stream of epochs."""
 
+    def describe(self) -> str:
+        """Return a sentence on the rows, for the start of a run; by default there is none."""
+        return ""
+
     def empty(self) -> dict[str, NDArray]:
         """Return a row with nothing in it, and without labels."""
         return {each.name: empty_array(each, self.sizes) for each in self.fields}

@@ -1,0 +1,211 @@
+"""Rows of documents beside the neighbours of their chunks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+from mt_data import PADDING, DataError, PackedOrder, RowDataset, text_fields
+from mt_files import RowField
+from numpy.typing import NDArray
+
+from mt_retro.overlap import overlaps
+from mt_retro.query import Neighbours
+from mt_retro.stored import digest_of
+
+
+def retro_fields() -> tuple[RowField, ...]:
+    """Return the arrays of a row of documents with neighbours.
+
+    Ranks that share a row have the neighbours of their own chunks. All stages of a pipeline read
+    them, as any stage may encode them.
+    """
+    return (
+        *text_fields(packed=True),
+        RowField(
+            name="neighbours", dims=("chunks", "neighbours", "neighbour_tokens"), is_tokens=True
+        ),
+        RowField(name="neighbour_lengths", dims=("chunks", "neighbours")),
+    )
+
+
+class RetroDataset(RowDataset):
+    """Rows of documents that begin on a grid of chunks, with the neighbours of each chunk.
+
+    A document that is longer than a row goes on in further rows. The documents, or parts, of an
+    epoch are shuffled and fill rows by best fit; attention, positions and labels stay within each.
+    Behind a document the row is padded to the next chunk, without labels. Rows depend on the data,
+    their number and the arguments; all seeds, lengths and blends use the same stored neighbours.
+
+    Token i of a document sees the neighbours of the last chunk that is complete with it. So a label
+    in chunk v is predicted from the neighbours of chunk v - 1, and a label in chunk 0 from none.
+
+    Args:
+        neighbours: The dataset, and the neighbours of its chunks.
+        sequence_length: Number of tokens in a row, a multiple of the size of a chunk.
+        num_neighbours: Number of neighbours of a chunk, the nearest ones; by default all stored.
+        retrieves: Whether the rows have their neighbours; without, all are missing.
+        overlap: Range [low, high) of shares: a label stays only if a neighbour that it is predicted
+            from repeats such a share of its chunk, as `overlaps` measures it, and none repeats
+            more. A `high` of 1 includes 1. By default all labels stay.
+        seed: Seed of the order.
+
+    Attributes:
+        window: Number of documents that are packed together.
+
+    Raises:
+        DataError: A number is wrong, or no document has two tokens.
+
+    Shape:
+        - `row(i)`: `tokens`, `labels`, `documents`, `positions` [S] as in packed text; `documents`
+          is -100 behind the last one; `neighbours` [S / m, k, 2 m], token ids of each neighbour and
+          of the chunk behind it, 0 behind their end; `neighbour_lengths` [S / m, k], the number of
+          tokens of each, 0 for a missing neighbour; all int64
+    """
+
+    window: ClassVar[int] = 4096
+
+    def __init__(
+        self,
+        neighbours: Neighbours,
+        *,
+        sequence_length: int,
+        num_neighbours: int | None = None,
+        retrieves: bool = True,
+        overlap: tuple[float, float] | None = None,
+        seed: int = 0,
+    ) -> None:
+        chunk, stored = neighbours.chunks.size, neighbours.num_neighbours
+        k = stored if num_neighbours is None else num_neighbours
+        if not 1 <= k <= stored:
+            text = f"num_neighbours is {k}, and {neighbours.folder} has {stored} of each chunk"
+            raise DataError(f"{text}; use 1 to {stored}, or query for more")
+        if sequence_length < chunk or sequence_length % chunk:
+            text = f"sequence_length is {sequence_length}, and a chunk has {chunk} tokens"
+            raise DataError(f"{text}; use a multiple of {chunk}")
+        self.neighbours, self.num_neighbours = neighbours, k
+        self.sequence_length, self.packing = sequence_length, "documents"
+        self.retrieves, self.overlap = retrieves, overlap
+        self._fields = retro_fields()  # made once, as each row asks for them
+        # A document has a label less than tokens. Parts of all documents are numbered in order.
+        labels = np.maximum(neighbours.chunks.lengths - 1, 0)
+        self._first_part = np.zeros(len(labels) + 1, np.int64)
+        np.cumsum(-(-labels // sequence_length), out=self._first_part[1:])
+        counts = np.diff(self._first_part)
+        sizes = np.full(self._first_part[-1], sequence_length, np.int64)
+        has_labels = counts > 0
+        rest = labels[has_labels] - (counts[has_labels] - 1) * sequence_length
+        sizes[self._first_part[1:][has_labels] - 1] = rest
+        if not len(sizes):
+            prefix = neighbours.chunks.dataset.prefix
+            raise DataError(
+                f"{prefix}: has no document of two tokens, so there is nothing to learn"
+            )
+        self._num_labels = int(labels.sum())
+        self._sizes = sizes
+        how = {"window": self.window, "seed": operator.index(seed), "name": "parts"}
+        self._order = PackedOrder(-(-sizes // chunk), sequence_length // chunk, **how)
+        self._identity = {
+            "rows": "retro",
+            "neighbours": digest_of(neighbours.record),  # with the dataset and the database
+            "sequence_length": sequence_length,
+            "num_neighbours": k,
+            "retrieves": retrieves,
+            "overlap": overlap,
+            **how,
+        }
+
+    @property
+    def fields(self) -> tuple[RowField, ...]:
+        """The arrays of a row."""
+        return self._fields
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Number of tokens and chunks in a row, of neighbours, and of tokens in a neighbour."""
+        chunk = self.neighbours.chunks.size
+        return {
+            "tokens": self.sequence_length,
+            "chunks": self.sequence_length // chunk,
+            "neighbours": self.num_neighbours,
+            "neighbour_tokens": 2 * chunk,
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in an epoch."""
+        return int(self.neighbours.chunks.lengths.sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the data, the neighbours and everything that decides rows and their order."""
+        return digest_of(self._identity)
+
+    def __len__(self) -> int:
+        """Return the number of rows of the first epoch; another may have a few more or less."""
+        return len(self._order)
+
+    @cached_property
+    def filling(self) -> float:
+        """Share of the places of the first epoch's rows that have a label."""
+        return self._num_labels / (len(self) * self.sequence_length)
+
+    def describe(self) -> str:
+        """Return a sentence on the rows."""
+        return (
+            f"{len(self)} rows, filled to {self.filling:.1%}; {self.num_neighbours} neighbours "
+            f"for each chunk of {self.neighbours.chunks.size} tokens"
+        )
+
+    def row(self, index: int) -> Mapping[str, NDArray]:
+        """Return row `index` in the endless stream of epochs."""
+        row, at = self.empty(), 0
+        chunks, texts = self.neighbours.chunks, []
+        ids = np.full((self.sequence_length // chunks.size, self.num_neighbours), -1, np.int64)
+        for number, (document, start, size) in enumerate(self.parts(index)):
+            count = -(-size // chunks.size)
+            text = chunks.read(document, start, size + 1)
+            texts.append((at, text))
+            row["tokens"][at : at + size], row["labels"][at : at + size] = text[:-1], text[1:]
+            padded = slice(at, at + count * chunks.size)
+            row["documents"][padded] = number
+            row["positions"][padded] = np.arange(count * chunks.size)
+            first = start // chunks.size
+            known = self.neighbours.ids(document)[first : first + count, : self.num_neighbours]
+            ids[at // chunks.size : at // chunks.size + count] = known
+            at = padded.stop
+        if not self.retrieves and self.overlap is None:
+            return row
+        read = self.neighbours.database.tokens(ids)
+        for begin, text in () if self.overlap is None else texts:
+            labels = row["labels"][begin : begin + len(text) - 1]
+            labels[~self._is_kept(text, read[begin // chunks.size :])] = PADDING
+        if self.retrieves:
+            is_token = read != PADDING
+            row["neighbour_lengths"] = is_token.sum(axis=2)
+            row["neighbours"] = np.where(is_token, read, 0)
+        return row
+
+    def parts(self, index: int) -> list[tuple[int, int, int]]:
+        """Return the document, the first token in it and the number of labels of a row's parts."""
+        numbers = np.array(self._order.items(index), np.int64)
+        documents = np.searchsorted(self._first_part, numbers, side="right") - 1
+        starts = (numbers - self._first_part[documents]) * self.sequence_length
+        columns = documents.tolist(), starts.tolist(), self._sizes[numbers].tolist()
+        return list(zip(*columns, strict=True))
+
+    def _is_kept(self, text: NDArray, read: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell which labels of a text are in chunks that the neighbours repeat to the share."""
+        assert self.overlap is not None  # noqa: S101 - the caller's condition
+        (low, high), size = self.overlap, self.neighbours.chunks.size
+        chunks = np.full((-(-len(text) // size), size), PADDING, np.int64)
+        chunks.reshape(-1)[: len(text)] = text
+        read = read[: len(chunks) - 1]  # beside the chunk before
+        shares = overlaps(chunks[1:], read).max(axis=1)
+        is_kept = np.zeros(len(chunks), np.bool_)
+        is_kept[1:] = (low <= shares) & ((shares < high) | ((shares == 1) & (high == 1)))
+        is_kept[1:] &= (read != PADDING).any(axis=(1, 2))
+        return np.repeat(is_kept, size)[1 : len(text)]
