@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mt_retro.ngrams import NGramEmbedding as NGramEmbedding
     from mt_retro.overlap import overlaps as overlaps
     from mt_retro.query import Neighbours as Neighbours
+    from mt_retro.query import NeighboursRecord as NeighboursRecord
     from mt_retro.query import find_neighbours as find_neighbours
     from mt_retro.query import neighbours_of as neighbours_of
     from mt_retro.retriever import Retrieved as Retrieved

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from mt_data import PADDING, DataError, DataFileError, IndexedDataset, url_of
-from mt_files import Checks, sha256_file
+from mt_files import Checks, open_file, sha256_file
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from mt_retro.stored import ArrayRecord, path_from
@@ -136,10 +139,29 @@ class Chunks:
             found = self.dataset.stream(int(starts[0]), int(lengths.sum()))
             tokens[np.arange(width) < lengths[:, None]] = found
             return tokens
-        pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
-        for row, (start, length) in zip(tokens, pairs, strict=True):
-            row[:length] = self.dataset.stream(start, length)
+        is_token = np.arange(width) < lengths[:, None]
+        mapped = self._mapped
+        if mapped is not None and len(mapped) >= width:
+            # Every run of `width` tokens of the file as a row, without a copy.
+            runs = sliding_window_view(mapped, width)
+            first = np.minimum(starts, len(runs) - 1)
+            np.copyto(tokens, runs[first], where=is_token)
+            rest = np.flatnonzero(first < starts)
+        else:
+            rest = np.arange(len(numbers))
+        for row in rest.tolist():
+            tokens[row, is_token[row]] = self.dataset.stream(int(starts[row]), int(lengths[row]))
         return tokens
+
+    @cached_property
+    def _mapped(self) -> NDArray | None:
+        """The tokens of a file on a disk, mapped; nothing may shorten it while it is open."""
+        dataset = self.dataset
+        if url_of(dataset.prefix) is not None or not dataset.num_tokens:
+            return None
+        with open_file(dataset.token_path) as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(content, dataset.dtype, dataset.num_tokens)
 
     def plan(self, kind: str, folder: Path) -> dict[str, object]:
         """Return the plain values of a `ChunksRecord` of these chunks, for a folder."""

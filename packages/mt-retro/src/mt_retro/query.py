@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from mt_data import DataError, DataFileError, IndexedDataset, Part
@@ -59,6 +59,15 @@ class NeighboursRecord(ChunksRecord):
             checks.add("ids", f"{self.ids.shape[1]} a chunk, and neighbours is {self.neighbours}")
         checks.done()
 
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> Self:
+        """Read the description of a folder of neighbours.
+
+        Raises:
+            DataError: There are no neighbours in the folder, or the file is damaged.
+        """
+        return read_record(Path(folder), cls, "neighbours")
+
 
 class Neighbours:
     """The neighbours of every chunk of a dataset in a database.
@@ -88,7 +97,7 @@ class Neighbours:
         database: Database | None = None,
     ) -> None:
         self.folder = Path(folder)
-        self.record = record = read_record(self.folder, NeighboursRecord, "neighbours")
+        self.record = record = NeighboursRecord.read(folder)
         self.num_neighbours = record.neighbours
         if database is None:
             database = Database(path_in(self.folder, record.database_path))
@@ -163,7 +172,7 @@ def neighbours_of(
     """
     data, others = data_digest(dataset), []
     for folder in folders:
-        record = read_record(Path(folder), NeighboursRecord, "neighbours")
+        record = NeighboursRecord.read(folder)
         if record.data == data:
             return Neighbours(folder, dataset, database)
         others.append(

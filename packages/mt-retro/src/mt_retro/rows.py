@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Mapping
 from functools import cached_property
@@ -117,6 +118,15 @@ class RetroDataset(RowDataset):
             "overlap": overlap,
             **how,
         }
+
+    def changed(
+        self, *, retrieves: bool = True, overlap: tuple[float, float] | None = None
+    ) -> RetroDataset:
+        """Return the same rows with another `retrieves` and `overlap`."""
+        other = copy.copy(self)
+        other.retrieves, other.overlap = retrieves, overlap
+        other._identity = {**self._identity, "retrieves": retrieves, "overlap": overlap}
+        return other
 
     @property
     def fields(self) -> tuple[RowField, ...]:
