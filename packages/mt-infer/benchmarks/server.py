@@ -3,11 +3,12 @@
     python packages/mt-infer/benchmarks/server.py [--rounds N] [--out REPORT.json]
 
 A Llama of 110M parameters with drawn weights answers greedily in bf16, each engine on one thread.
-The servers are processes of their own: `mt-infer serve`; llama.cpp's, where `uv pip install
-xllamacpp gguf` was run; `transformers serve`, where openai, fastapi and uvicorn are installed. What
-is missing is left out with its reason. The first row times as many streams as there are slots, in
-alternating rounds; the second has the times to the first token while requests of drawn lengths
-arrive at 70% of the rate that the server can answer.
+The servers are processes of their own: `mt-infer serve`, without and with a further engine that
+only computes prompts; llama.cpp's, where `uv pip install xllamacpp gguf` was run;
+`transformers serve`, where openai, fastapi and uvicorn are installed. What is missing is left out
+with its reason. The first row times as many streams as there are slots, in alternating rounds; the
+second has the times to the first token while requests of drawn lengths arrive at 70% of the rate
+that the server can answer.
 """
 
 from __future__ import annotations
@@ -171,17 +172,18 @@ class Bench:
         self._seed = 0
         own = ("--dtype", "bf16", "--max-batch", str(sizes.slots))
         starts: dict[str, Callable[[], Any]] = {"mt": partial(served, str(folder), own)}
+        starts["mt, prefill apart"] = partial(served, str(folder), (*own, "--prefill", "1"))
         starts |= {"llama.cpp": partial(llama_cpp, folder, sizes)}
         starts |= {"transformers": partial(transformers, folder, sizes)}
         for name, start in starts.items():
-            if name == "mt" or name in peers:
+            if name in peers or name.startswith("mt"):
                 try:
                     client = Client(url=stack.enter_context(start()))
                 except MissingError as error:
                     self.skipped[name] = str(error)
                     continue
                 model = str(folder) if name == "transformers" else client.models()[0]
-                how = {"full": name == "mt", "temperature": 0.0}
+                how = {"full": name.startswith("mt"), "temperature": 0.0}
                 self.targets[name] = Target(client=client, model=model, **how)
         blocks = sizes.slots * -(-sizes.room // 16)
         self._engine = Engine.from_folder(

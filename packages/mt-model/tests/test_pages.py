@@ -22,6 +22,7 @@ from mt_model import (
     gpt,
     vit,
 )
+from mt_model.attend import paged
 from mt_parallel_state import ParallelLayout, ParallelState
 
 BLOCK, STATES = 4, 6
@@ -126,6 +127,17 @@ def test_each_request_of_a_row_has_the_scores_that_it_has_alone(name):
     for text, own, held in zip(requests.texts, found, requests.held, strict=True):
         alone = model.logits(text[None, :held])[0]
         torch.testing.assert_close(own, alone, rtol=1e-12, atol=1e-12)
+
+
+def test_requests_have_their_scores_where_their_keys_are_copied_for_few_at_a_time(monkeypatch):
+    monkeypatch.setattr(paged, "_MOST", 4 * BLOCK)
+    model = GPT(gpt(**SIZES, **MODELS["gqa"]), dtype=torch.float64, seed=3).eval()
+    requests = Requests(texts())
+    equal = dict.fromkeys(range(4), 6)
+    assert len(Requests(texts()).slots(equal)[1].groups(BLOCK, 4 * BLOCK)) == 2
+    found = requests.scores(model, pages_of(model), (equal, dict.fromkeys(equal, 1)))
+    for text, own in zip(requests.texts, found, strict=True):
+        torch.testing.assert_close(own, model.logits(text[None, :7])[0], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["gqa", "window", "sinks, cap", "alibi", "mla"])

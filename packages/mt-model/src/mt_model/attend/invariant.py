@@ -37,25 +37,27 @@ def invariant_attention(query: Tensor, key: Tensor, value: Tensor, scores: Score
     (rows, length, heads), groups = query.shape[:3], key.shape[2]
     shape = rows, groups, heads // groups * length
     q = _filled(query.transpose(1, 2).reshape(*shape, -1).to(wide), ROWS) * scores.scale
-    k, v = (_filled(x.transpose(1, 2).to(wide), KEYS) for x in (key, value))
+    k, v = (_by_head(x, KEYS, wide) for x in (key, value))
     hidden = _pairs(~_mask(scores, query, key), query, k, fill=True)
     bias = None if (pairs := scores.pairs()) is None else _pairs(pairs.to(wide), query, k, fill=0)
     sinks = None
     if scores.sinks is not None:
         sinks = scores.sinks.to(wide).view(1, groups, -1, 1).expand(rows, -1, -1, length)
-        sinks = _filled(sinks.reshape(*shape, 1), ROWS)[:, :, None]
+        sinks = sinks.reshape(*shape, 1)[:, :, None]
     v = F.pad(v, (0, -v.shape[-1] % EVEN)) if v.shape[-1] % EVEN else v
     k, v = (x.unflatten(2, (-1, KEYS)) for x in (k, v))
     found = []
-    for start in range(0, q.shape[2], ROWS_AT_ONCE):
-        own = slice(start, start + ROWS_AT_ONCE)
-        made = q[:, :, None, own] @ k.mT  # [B, G, blocks, rows, KEYS]
+    for start in range(0, shape[2], ROWS_AT_ONCE):
+        own = slice(start, min(start + ROWS_AT_ONCE, shape[2]))
+        filled = slice(start, start + ROWS_AT_ONCE)
+        made = q[:, :, None, filled] @ k.mT  # [B, G, blocks, rows, KEYS]
+        made = made[:, :, :, : own.stop - start]  # what fills up serves the product alone
         if scores.softcap is not None:
             made = scores.softcap * torch.tanh(made / scores.softcap)
         if bias is not None:
             made = made + bias[:, :, :, own]
         found.append(_mixed(made.masked_fill(hidden[:, :, :, own], -torch.inf), v, sinks, own))
-    out = torch.cat(found, 2)[:, :, : shape[2], : value.shape[-1]].to(query.dtype)
+    out = torch.cat(found, 2)[..., : value.shape[-1]].to(query.dtype)
     return out.reshape(rows, heads, length, -1).transpose(1, 2)
 
 
@@ -74,8 +76,9 @@ def _mixed(scores: Tensor, v: Tensor, sinks: Tensor | None, own: slice) -> Tenso
     # Blocks that a query does not see add zeros to the running sums of the blocks before.
     total = weights.sum(-1, keepdim=True).cumsum(2)[:, :, -1]
     if logits is not None:
-        total = total + (logits - most).exp()[:, :, 0]
-    return (weights @ v).cumsum(2)[:, :, -1] / total
+        total = total + _filled(logits - most, ROWS).exp()[:, :, 0, : scores.shape[3]]
+    mixed = (_filled(weights, ROWS) @ v)[:, :, :, : scores.shape[3]]
+    return mixed.cumsum(2)[:, :, -1] / total
 
 
 def invariant_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
@@ -89,6 +92,22 @@ def _mask(scores: Scores, query: Tensor, key: Tensor) -> Tensor:
     return query.new_ones(1, key.shape[1], dtype=torch.bool) if mask is None else mask
 
 
+def _by_head(x: Tensor, multiple: int, dtype: torch.dtype) -> Tensor:
+    """Lay tokens out by head, filled with zeros up to a multiple, in one copy.
+
+    Shape:
+        x: [B, T, G, D]. Returns [B, G, T', D].
+    """
+    x = x.transpose(1, 2)
+    rows, groups, length, width = x.shape
+    if length % multiple == 0:
+        return x.to(dtype, memory_format=torch.contiguous_format)
+    filled = x.new_empty(rows, groups, length + -length % multiple, width, dtype=dtype)
+    filled[:, :, :length] = x
+    filled[:, :, length:] = 0
+    return filled
+
+
 def _filled(x: Tensor, multiple: int) -> Tensor:
     """Fill the dim before the last with zeros up to a multiple."""
     missing = -x.shape[-2] % multiple
@@ -98,13 +117,13 @@ def _filled(x: Tensor, multiple: int) -> Tensor:
 def _pairs(x: Tensor, query: Tensor, k: Tensor, *, fill: float) -> Tensor:
     """Bring a mask or bias of pairs, which broadcasts to [B, N, S, T], to the rows of the product.
 
-    Keys that fill up have the value of `fill`, and rows that fill up have zeros.
+    Keys that fill up have the value of `fill`.
 
     Shape:
         query: [B, S, N, D]; k: [B, G, T', D]. Returns [B, G, blocks, rows, KEYS].
     """
     rows, length, heads = query.shape[:3]
-    x = x.expand(rows, heads, length, x.shape[-1])
-    x = F.pad(x, (0, k.shape[2] - x.shape[-1]), value=fill)
-    x = x.reshape(rows, k.shape[1], -1, k.shape[2])
-    return _filled(x, ROWS).unflatten(3, (-1, KEYS)).transpose(2, 3)
+    if missing := k.shape[2] - x.shape[-1]:
+        x = F.pad(x, (0, missing), value=fill)
+    x = x.expand(rows, heads, length, -1).reshape(rows, k.shape[1], -1, k.shape[2])
+    return x.unflatten(3, (-1, KEYS)).transpose(2, 3)

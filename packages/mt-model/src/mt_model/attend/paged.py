@@ -20,7 +20,7 @@ from mt_model.attend.seen import seen
 from mt_model.attend.slots import Group, Peers, Slots
 
 # Tokens whose keys a CPU copies from their blocks at a time. Tensors of many more leave its caches
-# before they are read, and their memory is taken anew each time: six times as slow.
+# before they are read, and their memory is taken anew each time, several times as slow.
 _MOST = 2048
 
 
