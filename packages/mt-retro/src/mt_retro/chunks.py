@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +68,7 @@ class Chunks:
         if dataset.dtype.kind not in "iu":
             raise DataError(f"{dataset.prefix} holds {dataset.dtype.name}, which are no token ids")
         self.dataset, self.size = dataset, size
+        self._views: dict[int, NDArray | None] = {}
         ends = np.zeros(len(dataset.lengths) + 1, np.int64)
         np.cumsum(dataset.lengths, out=ends[1:])
         self._begins = ends[dataset.document_index]
@@ -130,38 +130,51 @@ class Chunks:
         Shape:
             - numbers: [n]; result: [n, size], or [n, 2 * size] if `continued`
         """
+        return self.read_chunks(numbers, continued=continued)[0]
+
+    def read_chunks(
+        self, numbers: NDArray[np.int64], *, continued: bool, fill: int = PADDING
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return `tokens` with another value behind the end of a document, and how many there are.
+
+        Shape:
+            - result: [n, size] or [n, 2 * size], and [n]
+        """
         documents = self.documents(numbers)
         width = 2 * self.size if continued else self.size
         starts = self._begins[documents] + (numbers - self._first[documents]) * self.size
         lengths = np.minimum(self._begins[documents + 1] - starts, width)
-        tokens = np.full((len(numbers), width), PADDING, np.int64)
-        if len(numbers) > 1 and (starts[1:] == starts[:-1] + lengths[:-1]).all():
-            found = self.dataset.stream(int(starts[0]), int(lengths.sum()))
-            tokens[np.arange(width) < lengths[:, None]] = found
-            return tokens
         is_token = np.arange(width) < lengths[:, None]
-        mapped = self._mapped
-        if mapped is not None and len(mapped) >= width:
-            # Every run of `width` tokens of the file as a row, without a copy.
-            runs = sliding_window_view(mapped, width)
+        tokens = np.full((len(numbers), width), fill, np.int64)
+        if len(numbers) > 1 and (starts[1:] == starts[:-1] + lengths[:-1]).all():
+            tokens[is_token] = self.dataset.stream(int(starts[0]), int(lengths.sum()))
+            return tokens, lengths
+        runs = self._runs(width)
+        rest: NDArray[np.intp] | range = range(len(numbers))
+        if runs is not None:
             first = np.minimum(starts, len(runs) - 1)
             np.copyto(tokens, runs[first], where=is_token)
-            rest = np.flatnonzero(first < starts)
-        else:
-            rest = np.arange(len(numbers))
-        for row in rest.tolist():
+            rest = np.flatnonzero(first < starts)  # in the last tokens of the file
+        for row in rest:
             tokens[row, is_token[row]] = self.dataset.stream(int(starts[row]), int(lengths[row]))
-        return tokens
+        return tokens, lengths
 
-    @cached_property
-    def _mapped(self) -> NDArray | None:
-        """The tokens of a file on a disk, mapped; nothing may shorten it while it is open."""
+    def _runs(self, width: int) -> NDArray | None:
+        """Return each run of some tokens of a file on a disk as a row, [n, width], without a copy.
+
+        The file is mapped; nothing may shorten it while it is open.
+        """
         dataset = self.dataset
-        if url_of(dataset.prefix) is not None or not dataset.num_tokens:
-            return None
-        with open_file(dataset.token_path) as file:
+        if width not in self._views:
+            is_whole = url_of(dataset.prefix) is None and dataset.num_tokens >= width
+            self._views[width] = self._mapped_runs(width) if is_whole else None
+        return self._views[width]
+
+    def _mapped_runs(self, width: int) -> NDArray:
+        with open_file(self.dataset.token_path) as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(content, dataset.dtype, dataset.num_tokens)
+        tokens = np.frombuffer(content, self.dataset.dtype, self.dataset.num_tokens)
+        return sliding_window_view(tokens, width)
 
     def plan(self, kind: str, folder: Path) -> dict[str, object]:
         """Return the plain values of a `ChunksRecord` of these chunks, for a folder."""

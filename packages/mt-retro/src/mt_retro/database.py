@@ -160,13 +160,25 @@ class Database:
         Shape:
             - ids: any shape; result: [*ids.shape, 2 * chunk]
         """
-        numbers = np.asarray(ids, np.int64).reshape(-1)
+        return self.read(ids)[0]
+
+    def read(
+        self, ids: NDArray[np.int64], *, fill: int = PADDING
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return `tokens` with another value where there is none, and how many each has.
+
+        Shape:
+            - ids: any shape; result: [*ids.shape, 2 * chunk] and [*ids.shape]
+        """
+        shape, numbers = np.shape(ids), np.asarray(ids, np.int64).reshape(-1)
         check_ids(numbers, len(self), str(self.folder))
-        tokens = np.full((len(numbers), 2 * self.chunk), PADDING, np.int64)
+        tokens = np.full((len(numbers), 2 * self.chunk), fill, np.int64)
+        lengths = np.zeros(len(numbers), np.int64)
         for source, first in zip(self.sources, self._first, strict=False):
-            is_mine = (numbers >= first) & (numbers < first + len(source))
-            tokens[is_mine] = source.tokens(numbers[is_mine] - first, continued=True)
-        return tokens.reshape(*np.shape(ids), 2 * self.chunk)
+            mine = np.flatnonzero((numbers >= first) & (numbers < first + len(source)))
+            found = source.read_chunks(numbers[mine] - first, continued=True, fill=fill)
+            tokens[mine], lengths[mine] = found
+        return tokens.reshape(*shape, 2 * self.chunk), lengths.reshape(shape)
 
     def search(
         self, queries: NDArray, k: int, *, excluded: NDArray[np.int64] | None = None

@@ -189,14 +189,13 @@ class RetroDataset(RowDataset):
             at = padded.stop
         if not self.retrieves and self.overlap is None:
             return row
-        read = self.neighbours.database.tokens(ids)
+        fill = 0 if self.overlap is None else PADDING
+        read, lengths = self.neighbours.database.read(ids, fill=fill)
         for begin, text in () if self.overlap is None else texts:
             labels = row["labels"][begin : begin + len(text) - 1]
             labels[~self._is_kept(text, read[begin // chunks.size :])] = PADDING
         if self.retrieves:
-            is_token = read != PADDING
-            row["neighbour_lengths"] = is_token.sum(axis=2)
-            row["neighbours"] = np.where(is_token, read, 0)
+            row["neighbours"], row["neighbour_lengths"] = np.maximum(read, 0), lengths
         return row
 
     def parts(self, index: int) -> list[tuple[int, int, int]]:

@@ -179,6 +179,8 @@ class StoredArray:
         self._check(np.arange(self.record.num_blocks))
 
     def _check(self, blocks: NDArray[np.int64]) -> None:
+        if self._is_checked[blocks].all():
+            return
         for block in np.unique(blocks[~self._is_checked[blocks]]).tolist():
             part = self._bytes[block * BLOCK : (block + 1) * BLOCK]
             expected = self.record.blocks[block * _DIGEST : (block + 1) * _DIGEST]

@@ -6,6 +6,7 @@ import hashlib
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -24,6 +25,7 @@ from mt_data.error import DataError, at_least
 ChatPacking: TypeAlias = Literal["best-fit", "none"]
 
 
+@cache  # each row asks for them
 def chat_fields(*, packed: bool, weighted: bool = False) -> tuple[RowField, ...]:
     """Return the arrays of a row of conversations.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -21,6 +22,7 @@ SHARED_FROM = 1_000_000
 """Number of documents from which an order is worth a file."""
 
 
+@cache  # each row asks for them
 def text_fields(*, packed: bool) -> tuple[RowField, ...]:
     """Return the arrays of a row that is cut from running text.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from mt_files import RowField
@@ -62,6 +63,7 @@ class MaskedVocabulary:
         return MaskedVocabulary(**ids, ordinary=ordinary, starts=tokenizer.word_starts)
 
 
+@cache  # each row asks for them
 def masked_fields(*, pairs: bool, pad: int = 0) -> tuple[RowField, ...]:
     """Return the arrays of a row with masked tokens.
 

@@ -6,6 +6,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import numpy as np
 from mt_files import RowField, Stage
@@ -88,6 +89,7 @@ class SpanVocabulary:
     start: int = 0
 
 
+@cache  # each row asks for them
 def span_fields(*, packed: bool, start: int = 0) -> tuple[RowField, ...]:
     """Return the arrays of a row for an encoder and a decoder.
 
