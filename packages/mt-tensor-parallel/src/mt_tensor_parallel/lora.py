@@ -68,8 +68,8 @@ class LoraAdapter(nn.Module):
     matrix that is whole on each rank has a gradient that is a partial sum wherever the layer's own
     tokens or features are parts, which its sharding record says (`partial_grad`).
 
-    With `parts`, a fused weight gets an A for each of its matrices, as if these were layers of
-    their own; without it all share one.
+    With `parts`, each matrix of a fused weight gets an A of its own, as if the matrix were a layer;
+    without `parts` the matrices share one A.
 
     A depends on the seed, the layer's name and the global index of the element alone. The mask of
     dropout depends on those and on the step that `set_lora_step` gives, or on the numbers of

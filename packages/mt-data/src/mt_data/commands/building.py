@@ -107,7 +107,7 @@ class Recipe:
         yield from documents
 
     def build(self, tokenizer: Tokenizer, progress: Progress) -> Built:
-        """Build the dataset, or the part, with so many workers that encode."""
+        """Build the dataset, or its part, with `workers` processes that encode."""
         skipped = Skipped()
         reader = self.reader(skipped)
         try:

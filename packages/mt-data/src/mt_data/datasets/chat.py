@@ -63,8 +63,8 @@ class ChatDataset(RowDataset):
         template: Chat template with this tokenizer; needed for messages.
         sequence_length: Number of tokens of a row.
         packing: How conversations share rows.
-        too_long: What becomes of a conversation that is longer than a row: it is refused with its
-            line, dropped, or cut.
+        too_long: Whether a conversation that is longer than a row is refused with its line,
+            dropped, or cut.
         seed: Seed of the order.
 
     Attributes:

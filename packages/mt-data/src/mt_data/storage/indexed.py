@@ -37,9 +37,9 @@ class IndexedDataset:
 
     An open dataset is in use: `IndexedWriter` does not replace it.
 
-    A pair in an object store is read by range, each read from the version that was there at the
-    opening: an object that changes is an error. Its index is copied to `~/.cache/mt/objects`, once
-    for each version.
+    A pair in an object store is read by range, always from the version that the dataset opened: an
+    object that changes meanwhile is an error. The pair's index is copied to `~/.cache/mt/objects`,
+    once for each version.
 
     Args:
         prefix: Path without the `.bin` / `.idx` ending, or a URL such as `s3://bucket/corpus`.

@@ -112,10 +112,11 @@ def _expert_name(module: str | None, layer: str, fields: LoraFields) -> str:
 
 
 def _of_experts(adapter: LoraAdapter, a: Tensor, b: Tensor, where: str) -> Pair:
-    """Return A and B of a layer of experts from those of PEFT, where experts share two matrices.
+    """Return A and B of a layer of experts from PEFT's two matrices, which all experts share.
 
     Shape:
-        a: [experts * rank, in]. b: [out, rank * experts]. Returns those of `LoraAdapter`.
+        a: [experts * rank, in]. b: [out, rank * experts]. Returns A and B in the shapes of
+        `LoraAdapter`.
     """
     experts, rank, *_ = adapter.a.shape
     _check_rank(len(a) // experts, adapter, where)

@@ -59,7 +59,7 @@ def export_adapter(
     Args:
         checkpoint: A run folder, its folder of checkpoints, or a step directory.
         folder: The folder to make; it must not exist, or be empty.
-        family: Name of the family; by default that of the base, or the first with such a model.
+        family: Name of the family; by default the base's family, or the first with such a model.
         ema: Whether to write the moving average of the adapters.
         base: Name of the base in adapter_config.json; by default the folder of the run's base.
 
