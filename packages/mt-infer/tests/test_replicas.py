@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,22 +60,16 @@ def test_prompts_with_a_known_beginning_go_where_it_is_cached() -> None:
     assert routed >= 1.3 * in_turns > 0
 
 
-def test_long_prompts_are_computed_by_engines_for_prompts(monkeypatch) -> None:
-    prompt, long = [5, 6], list(range(1, 40))
-    expected = Engine(model_of("llama")).generate([prompt, long, [9, *long]], HOW)
+def test_long_prompts_are_computed_by_engines_for_prompts() -> None:
+    asked = [5, 6], list(range(1, 40))
+    expected = Engine(model_of("llama")).generate(asked, HOW)
 
     async def run() -> list[dict[str, int]]:
         made, (helper, _) = engines(), engines()
         router = Replicas(made, prefill=[helper])
-        for each, own in zip((prompt, long), expected, strict=False):
+        for each, own in zip(asked, expected, strict=True):
             assert (await answer(router, each)).tokens == own.tokens
         stats = [await each.stats() for each in (*made, helper)]
-
-        async def end(*_: Any, **__: Any) -> bytes:
-            raise EngineDownError("killed in the hand-over")
-
-        monkeypatch.setattr(helper, "hand_over", end)
-        assert (await answer(router, [9, *long])).tokens == expected[2].tokens
         assert (await router.stats())["free_blocks"] == 180
         await router.close()
         return stats
@@ -141,4 +137,31 @@ def test_blocks_travel_to_an_engine_in_another_process(write_run, tmp_path) -> N
 
     sent, back, found = asyncio.run(there_and_back())
     assert (sent, back) == (32, 32)
+    assert found.tokens == own.generate([prompt], HOW)[0].tokens
+
+
+def test_a_prompt_is_answered_when_its_engine_for_prompts_is_killed(write_run, tmp_path) -> None:
+    sizes = {"vocab_size": 264, "hidden_size": 16, "num_layers": 2, "num_heads": 4}
+    run = write_run(tmp_path / "run", gpt(**sizes, max_sequence_length=64, init_std=0.4))
+    own, prompt = Engine.from_folder(run), list(range(40))
+
+    async def killed() -> tuple[Completion, dict[str, int]]:
+        peer, here = EngineProcess(Setup(folder=str(run), name="run")), LocalEngine(own)
+        await peer.start()
+        router, old = Replicas([here], prefill=[peer]), peer.pid
+        assert old is not None
+        os.kill(old, signal.SIGSTOP)  # it gets the prompt, and can't hand anything over
+        asked = asyncio.create_task(answer(router, prompt))
+        await asyncio.sleep(0.2)
+        assert not asked.done()
+        os.kill(old, signal.SIGKILL)
+        found, stats = await asyncio.wait_for(asked, 60), await here.stats()
+        while not peer.is_ready:
+            await asyncio.sleep(0.05)
+        assert peer.pid != old
+        await router.close()
+        return found, stats
+
+    found, stats = asyncio.run(killed())
+    assert stats["free_blocks"] == stats["blocks"]
     assert found.tokens == own.generate([prompt], HOW)[0].tokens
