@@ -165,10 +165,10 @@ class RetroDataset(RowDataset):
 
     def describe(self) -> str:
         """Return a sentence on the rows."""
-        return (
-            f"{len(self)} rows, filled to {self.filling:.1%}; {self.num_neighbours} neighbours "
-            f"for each chunk of {self.neighbours.chunks.size} tokens"
-        )
+        neighbours = f"{self.num_neighbours} neighbours" if self.retrieves else "no neighbours"
+        size = self.neighbours.chunks.size
+        text = f"{len(self)} rows, filled to {self.filling:.1%}; {neighbours} for each chunk of "
+        return f"{text}{size} tokens"
 
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return row `index` in the endless stream of epochs."""

@@ -25,6 +25,11 @@ def path_field(*endings: str, is_model: bool = False) -> Any:
     return field(default=None, metadata={PATH: endings, MODEL: is_model})
 
 
+def paths_field(*endings: str) -> Any:
+    """Declare a field with any number of paths; see `path_field`."""
+    return field(default=(), metadata={PATH: endings, MODEL: False})
+
+
 def listed(numbers: list[int]) -> str:
     """Write numbers for a message, the twelve smallest if there are more."""
     return ", ".join(map(str, numbers[:12])) + (" ..." if len(numbers) > 12 else "")

@@ -354,6 +354,11 @@ class _Paths:
                 continue
             if item.metadata[MODEL]:
                 paths[item.name] = self._model_folder(field, value)
+            elif isinstance(value, tuple):
+                paths[item.name] = tuple(
+                    self._resolve(f"{field}[{number}]", each, item.metadata[PATH])
+                    for number, each in enumerate(value)
+                )
             else:
                 paths[item.name] = self._resolve(field, value, item.metadata[PATH])
         return dataclasses.replace(section, **paths) if paths else section

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 from typing import TYPE_CHECKING
 
 from mt_files import FieldError, divisors
@@ -44,8 +45,9 @@ def layout_misfits(
     if any(name.startswith("parallel.") for name, _ in split):
         return
     yield from _context_misfits(config.parallel, model, layout)
-    parts = 2 * layout.cp if layout.cp > 1 else 1
-    parts *= layout.tp if config.parallel.sequence_parallel else 1
+    cut = 2 * layout.cp if layout.cp > 1 else 1
+    split = layout.tp if config.parallel.sequence_parallel else 1
+    parts = cut * lcm(split, config.data.unit() if cut > 1 else 1)
     for key, length in config.data.lengths(training.sequence_length).items():
         if length % parts:
             text = f"{length} is not divisible by {parts}, which parallel.tp and cp need; use "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mt_data import MixedSamples, Mixture, MixtureSource, mixed, mixture_sources
+from mt_data import MixedSamples, Mixture, MixtureSource, RowDataset, mixed, mixture_sources
 
 from mt_train.config.kinds.section import Sources
 from mt_train.config.run_config import RunConfig
@@ -38,6 +38,8 @@ class Drawing:
             datasets, first, num_samples=self.num_samples, later=later
         )
         self.names = source_names(sources.train)
+        rows = [each.describe() if isinstance(each, RowDataset) else "" for each in datasets]
+        self._rows = [f"{n}: {text}" for n, text in zip(self.names, rows, strict=True) if text]
 
     def mixture(self, samples: int) -> Mixture:
         """Return the mixture that holds after some samples of the run, for a checkpoint."""
@@ -59,9 +61,9 @@ class Drawing:
         return [self._described(each) for each in found if before < each.start <= samples]
 
     def lines(self, samples: int) -> list[str]:
-        """Return lines on the shares after some samples of a run with phases."""
-        mixtures = self.samples.mixtures
-        return [] if len(mixtures) == 1 else [self._described(self.mixture(samples))]
+        """Return lines on the rows, and on the shares after some samples of a run with phases."""
+        has_phases = len(self.samples.mixtures) > 1
+        return [*self._rows, *([self._described(self.mixture(samples))] if has_phases else [])]
 
     def summary(self, samples: int) -> list[str]:
         """Return a line on what each source gave, if there are several."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-from mt_data import MicroBatch
+from mt_data import InOrder, MicroBatch
 from numpy.typing import NDArray
 
 from mt_train.agreement import summed
@@ -51,23 +51,40 @@ def evaluate(trainer: Trainer, sets: Mapping[str, HeldOut]) -> Record | None:
     Returns:
         `step`, `val_loss` (nats per token), `bits_per_byte` and for each further loss of the model
         `val_<name>_loss`, of all sets together, and of each set with a name the same as
-        `val_loss/<set>`. They are equal on all ranks. None when a rank was asked to stop before the
-        end.
+        `val_loss/<set>`; and `val_<name>_loss` of each variant of the rows. They are equal on all
+        ranks. None when a rank was asked to stop before the end.
     """
-    names, record, parts = _names(trainer), {}, []
+    record, parts, variants = {}, [], {}
     for name, held_out in sets.items():
-        sums = _sums(trainer, held_out)
-        if sums is None:
+        found = _sums(trainer, held_out, held_out.data.rows)
+        if found is None:
             return None
-        found = dict(zip(names, summed(trainer.state, *sums), strict=True))
         parts.append((found, _num_bytes(found, held_out.data)))
+        own = _means(trainer, *parts[-1])
+        for variant, rows in held_out.data.variants.items():
+            found = _sums(trainer, held_out, rows)
+            if found is None:
+                return None
+            variants.setdefault(variant, []).append(found)
+            own |= _variant_loss(variant, [found])
         if name:
-            own = _means(trainer, *parts[-1])
             record |= {f"{key}/{name}": value for key, value in own.items()}
-    total = {name: sum(found[name] for found, _ in parts) for name in names}
     counts = [count for _, count in parts]
     num_bytes = None if None in counts else sum(filter(None, counts))
-    return {"step": trainer.progress.step, **_means(trainer, total, num_bytes), **record}
+    total = _means(trainer, _added([found for found, _ in parts]), num_bytes)
+    for variant, each in variants.items():
+        total |= _variant_loss(variant, each)
+    return {"step": trainer.progress.step, **total, **record}
+
+
+def _added(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(found[name] for found in sums) for name in sums[0]}
+
+
+def _variant_loss(variant: str, sums: Sequence[Mapping[str, float]]) -> Record:
+    """Return the mean loss of the language model; nothing where there are no labels."""
+    found = _added(sums)
+    return {f"val_{variant}_loss": found["lm"] / found["tokens"]} if found["tokens"] else {}
 
 
 def _names(trainer: Trainer) -> list[str]:
@@ -90,9 +107,9 @@ def _means(trainer: Trainer, found: Mapping[str, float], num_bytes: float | None
     return record
 
 
-def _sums(trainer: Trainer, held_out: HeldOut) -> list[float] | None:
-    """Return this rank's part of the losses and counts of a set; None when a rank is to stop."""
-    state, all_rows = trainer.state, held_out.data.rows
+def _sums(trainer: Trainer, held_out: HeldOut, all_rows: InOrder) -> dict[str, float] | None:
+    """Return the losses and counts of some rows on all ranks; None when a rank is to stop."""
+    state = trainer.state
     count = min(len(all_rows), held_out.max_windows or len(all_rows))
     batches = all_rows.batches(
         min(held_out.micro_batch_size, -(-count // state.size("dp"))),  # no rows of nothing
@@ -122,7 +139,7 @@ def _sums(trainer: Trainer, held_out: HeldOut) -> list[float] | None:
                 sums = [a + b for a, b in zip(sums, added, strict=True)]
     finally:
         trainer.train(training=True)
-    return sums
+    return dict(zip(names, summed(state, *sums), strict=True))
 
 
 def _rows(batch: MicroBatch) -> NDArray[np.bool_]:

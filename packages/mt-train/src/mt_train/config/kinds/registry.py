@@ -17,12 +17,20 @@ from mt_files import PlainText, SchemaError, build, kinds_of, to_plain
 from mt_train.config.kinds.chat import ChatData
 from mt_train.config.kinds.masked import MaskedData
 from mt_train.config.kinds.pairs import PairData
+from mt_train.config.kinds.retro import RetroData
 from mt_train.config.kinds.section import DataSection
 from mt_train.config.kinds.spans import SpanData
 from mt_train.config.kinds.text import TextData
 
 GROUP = "mt.datasets"
-KINDS: tuple[type[DataSection], ...] = (TextData, MaskedData, SpanData, ChatData, PairData)
+KINDS: tuple[type[DataSection], ...] = (
+    TextData,
+    MaskedData,
+    SpanData,
+    ChatData,
+    PairData,
+    RetroData,
+)
 # Keys of files from before there was `data.kind`, and the kinds that they stand for.
 _OBJECTIVES = {"clm": TextData.type_name, "mlm": MaskedData.type_name}
 

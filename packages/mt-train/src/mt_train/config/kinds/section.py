@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
@@ -63,11 +63,14 @@ class HeldOutRows:
         rows: The rows.
         num_bytes: UTF-8 bytes of the whole held-out text; None where labels are not all of it.
         num_labels: Number of labels in all rows, of which `num_bytes` are.
+        variants: The same rows with a change, such as a part of them masked, by the change's name;
+            their loss is reported as `val_<name>_loss`.
     """
 
     rows: InOrder
     num_bytes: int | None = None
     num_labels: int = 0
+    variants: Mapping[str, InOrder] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +179,10 @@ class DataSection:
     def lengths(self, sequence_length: int) -> Mapping[str, int]:
         """Return the lengths of sequences that ranks share, each by the key that decides it."""
         return {"training.sequence_length": sequence_length}
+
+    def unit(self) -> int:
+        """Return the number of tokens that stay together when ranks share a row."""
+        return 1
 
     @property
     def validation_sets(self) -> dict[str, tuple[str, ...]]:
