@@ -1,7 +1,7 @@
 """Boxes of an array, and a regular grid that divides every box into whole chunks.
 
-A chunk is a stored object. Those of large arrays are divided further into slices, which can be read
-alone; their shape follows from the array, and not from the ranks.
+A chunk is a stored object. The chunks of large arrays are divided further into slices, and a reader
+can read one slice alone; the shape of a slice follows from the array, and not from the ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_SLICE_BYTES = 2**16
 MAX_SLICES = 2**14  # of a chunk
 _EVEN_PARTS = 4
 _PRIMES = (2, 3, 5, 7, 11, 13)
-_LONG = 64  # elements, of which a part may be missing in the last slice
+_LONG = 64  # elements: the last slice along a dim as long as this may be partial
 _MAX_CHUNKS = 2**20
 
 

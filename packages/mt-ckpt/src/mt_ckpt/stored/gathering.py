@@ -63,7 +63,7 @@ class Gathering:
     Args:
         packs: All packs of the save.
         arrays: Shape and dtype of their arrays.
-        shards: This rank's boxes, of which it gives those of the plan.
+        shards: This rank's boxes; it gives the boxes that the plan names.
         rank: This rank.
     """
 
