@@ -40,6 +40,7 @@ from mt_model.recompute.plan import RecomputePlan as RecomputePlan
 from mt_model.recompute.plan import RecomputeRule as RecomputeRule
 from mt_model.recurrent.gated_delta_net_config import GatedDeltaNetConfig as GatedDeltaNetConfig
 from mt_model.recurrent.mamba2_config import Mamba2Config as Mamba2Config
+from mt_model.retro.config import RetroConfig as RetroConfig
 from mt_model.rope.config import RopeConfig as RopeConfig
 from mt_model.rope.config import Rotary as Rotary
 from mt_model.rope.scaling import DynamicScaling as DynamicScaling

@@ -161,6 +161,7 @@ class ForwardContext:
         memory: Output of an encoder, for cross-attention.
         memory_mask: True where the memory counts, for all tokens of a row or for each of this
             rank's tokens; None for all.
+        neighbour_lengths: Number of tokens of each neighbour of each chunk (Retro); None for none.
         saved: Counter and offloader of the activations for backward; None leaves them to autograd.
         plain: Layers run without the wrapping of `Stack.wrap_layers`.
 
@@ -180,6 +181,7 @@ class ForwardContext:
     cache: KVCache | None = None
     memory: Tensor | None = None
     memory_mask: Tensor | None = None
+    neighbour_lengths: Tensor | None = None
     saved: SavedActivations | None = None
     plain: bool = False
 

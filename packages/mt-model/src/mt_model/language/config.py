@@ -12,6 +12,7 @@ from mt_model.block.sizes import MAX_VOCAB, indivisible
 from mt_model.kernels.words import Activation, Positions
 from mt_model.language.mtp_config import MTPConfig
 from mt_model.language.pooled_head_config import PooledHeadConfig
+from mt_model.retro.config import RetroConfig
 from mt_model.stack.config import StackConfig
 from mt_model.stack.layer_config import LayerConfig
 from mt_model.stack.table import span_name
@@ -53,6 +54,7 @@ class ModelConfig(StackConfig):
             no part of the softmax, and have no logits.
         images: Images among the tokens, `batch["pixel_values"]`; None for a model of text alone.
         mtp: Modules that predict further tokens in training; None for none.
+        retro: Attention to retrieved neighbours, `batch["neighbours"]`; None for none.
         encoder_layers: Number of first layers that form an encoder, with a norm and dropout of its
             own; the other layers are the decoder, which attends to the encoder's output
             (`CrossAttentionConfig`). 0 for no encoder.
@@ -74,6 +76,7 @@ class ModelConfig(StackConfig):
     vocab_multiple: int = 1
     images: ImageInputConfig | None = None
     mtp: MTPConfig | None = None
+    retro: RetroConfig | None = None
     encoder_layers: int = 0
     decoder_start: int = 0
 
@@ -102,7 +105,20 @@ class ModelConfig(StackConfig):
                 "positions='rope'.",
             )
         self._check_encoder(checks)
+        self._check_retro(checks)
         checks.done()
+
+    def _check_retro(self, checks: Checks) -> None:
+        """Check that layers can attend to neighbours, and that they have no other memory."""
+        if self.retro is None:
+            return
+        why = self.retro.obstacle(self.layers)
+        if any(mixer.needs_memory for mixer in self.mixers.values()):
+            why = "does not go with layers that attend to a memory; leave one of them out"
+        if not all(mixer.is_causal for mixer in self.mixers.values()):
+            why = "a layer has causal=False and sees later tokens; give it causal layers"
+        if why is not None:
+            checks.add("retro", why)
 
     def _check_encoder(self, checks: Checks) -> None:
         """Check that the decoder attends to a memory, and that no layer of the encoder does."""
@@ -216,6 +232,8 @@ class ModelConfig(StackConfig):
             total += self.max_sequence_length * hidden
         if self.images is not None:
             total += self.images.num_parameters(hidden)
+        if self.retro is not None:
+            total += self.retro.num_parameters(self.layers, hidden, norm)
         if self.mtp is not None:
             total += self.mtp.depths * ((2 + self.final_norm) * norm + 2 * hidden**2)
         return total
@@ -238,6 +256,8 @@ class ModelConfig(StackConfig):
         module = 0 if self.mtp is None else self.mtp.depths * (12 * self.hidden_size**2 + head)
         if self.pooled_head is not None:
             head += self.pooled_head.flops(self.hidden_size) // sequence_length
+        if self.retro is not None:
+            module += self.retro.flops_per_token(self.layers, self.hidden_size)
         return head + module + super().flops_per_token(sequence_length)
 
     def rows_of(self, name: str) -> int | None:

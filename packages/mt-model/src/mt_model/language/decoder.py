@@ -21,9 +21,11 @@ from mt_model.language.generating import GeneratingStack
 from mt_model.language.head import LanguageHead
 from mt_model.language.mtp import Ahead, MTPModule
 from mt_model.language.pooled_head import PooledHead
+from mt_model.retro.cross_attention import ChunkedCrossAttention
+from mt_model.retro.neighbours import Neighbours
 from mt_model.stack.batch import Batch, batch_of, check_batch, new_tokens
 from mt_model.stack.config import StackConfig
-from mt_model.stack.layer import TransformerLayer
+from mt_model.stack.layer import Step, TransformerLayer
 from mt_model.vision.image_input import ImageInput
 
 if TYPE_CHECKING:
@@ -76,6 +78,20 @@ class GPT(GeneratingStack):
             size, placed = (self.config.hidden_size, {"state": self.state, "shard": self.shard})
             self.images = ImageInput(images, size, **placed, plan=self.plan)
 
+        self.neighbours = None
+        if self.config.retro is not None:
+            place = self.config.retro.places(self.config.num_layers)[0]
+            placed = {"layers": self.layer_range, "shard": self._placement_of(place)}
+            self.neighbours = Neighbours(self.config.retro, self.config, **placed)
+
+    def _cross_of(self, layer: int) -> nn.Module | None:
+        config, retro = self.config, self.config.retro
+        if retro is None or layer not in retro.places(config.num_layers):
+            return None
+        cross, size = retro.cross(config.layers[layer]), config.hidden_size
+        placed = {"layer": layer, "shard": self._placement_of(layer)}
+        return ChunkedCrossAttention(cross, size, chunk=retro.chunk, **placed)
+
     def _build_output(self) -> None:
         config = self.config
         self.head = LanguageHead(config, shard=self.shard)
@@ -122,6 +138,8 @@ class GPT(GeneratingStack):
                 than 0, 1, 2 and on, or three for each token (MRoPE); `mask`, True where a token is
                 and False at padding, which no token sees and which has no positions;
                 `label_weights`, by which the loss of each label is multiplied;
+                `neighbours` of each whole chunk of a model with `retro`, token ids padded with 0,
+                and `neighbour_lengths`, their numbers of tokens, 0 where there is none;
                 `sequence_labels`, the class of each row for a pooled head, where -100 does not
                 count; `memory` and `memory_mask` for cross-attention, whole on every rank; and for
                 generation this stage's own `cache`, with which the last stage returns only the
@@ -141,6 +159,7 @@ class GPT(GeneratingStack):
             tokens, labels, label_weights, positions, token_types: [B, S / cp], this rank's as
             `mt_context_parallel.shard` cuts them, or positions [3, B, S / cp]; documents, mask:
             [B, S], whole; sample_ids, sequence_labels: [B]; embeddings: [B, S / cp, hidden];
+            neighbours: [B, S // chunk, k, 2 * chunk]; neighbour_lengths: [B, S // chunk, k];
             pixel_values: [N, C, H, W]; memory: [B, M, size]; memory_mask: [B, M];
             x: [B, S / cp, hidden] (S / cp / tp tokens under sequence parallelism);
             logits: [B, S / cp, vocab_size].
@@ -178,7 +197,23 @@ class GPT(GeneratingStack):
             x = self.embedding.embed(batch, positions, shared.hidden_index, self.images)
         elif x is None:
             raise ValueError("x is None, and only the first stage starts from tokens")
+        if self.neighbours is not None:
+            lengths = self.neighbours.lengths(batch, training=self.training)
+            shared = replace(shared, neighbour_lengths=lengths)
+            if lengths is not None and self.has_embedding:
+                x = torch.cat((x, self.embedding(batch["neighbours"].flatten(1))), 1)
+        elif batch.get("neighbours") is not None:
+            raise ValueError(
+                "the batch has neighbours, but the model attends to none; leave them out, or build "
+                "it with retro=RetroConfig(...)"
+            )
         return self.give_tables_gradients(x, shared), shared
+
+    def _steps(self, steps_of: Callable[[TransformerLayer], list[Step]]) -> list[Step]:
+        if self.neighbours is None:
+            return super()._steps(steps_of)
+        layers = [(layer.index, steps_of(layer)) for layer in self.stage_layers()]
+        return self.neighbours.steps(layers, is_last=self.has_head)
 
     def _check_images(self, batch: Batch) -> None:
         if batch.get("pixel_values") is None:

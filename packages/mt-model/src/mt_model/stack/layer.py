@@ -66,6 +66,8 @@ class TransformerLayer(nn.Module):
         model: The residual stream: hidden size, norms and dropout.
         layer: Layer index in the whole model.
         shard: This rank's share of the model.
+        cross: Attention to neighbours between the two branches (Retro), with a `cross_norm` in
+            front; None for none.
 
     Shape:
         forward(x): [B, S, hidden] (S / tp tokens under sequence parallelism) -> the same, and
@@ -74,7 +76,13 @@ class TransformerLayer(nn.Module):
     """
 
     def __init__(
-        self, config: LayerConfig, model: StackConfig, *, layer: int, shard: ShardContext
+        self,
+        config: LayerConfig,
+        model: StackConfig,
+        *,
+        layer: int,
+        shard: ShardContext,
+        cross: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.recomputed, self.offloads = shard.recomputed, shard.offloads
@@ -98,6 +106,7 @@ class TransformerLayer(nn.Module):
             self.mixer = config.mixer.build(model, layer=layer, shard=shard)
         self.mixer_output_norm = norm(there=after and has_first)
         self.mixer_dropout = dropout("mixer")
+        self.cross_norm, self.cross = norm(there=cross is not None), cross
         self.feed_forward_norm = norm(there=before and has_second and not config.shared_norm)
         self.feed_forward = None
         if config.feed_forward is not None:
@@ -169,6 +178,8 @@ class TransformerLayer(nn.Module):
 
     def _inside(self) -> str | None:
         """Why the norm between the branches does not add the first branch; None where it may."""
+        if self.cross is not None:
+            return "attention to neighbours comes between"
         return apart(self.feed_forward_norm, frees_norm="norm" in self.recomputed)
 
     def hands_on_to(self, following: TransformerLayer) -> bool:
@@ -202,6 +213,8 @@ class TransformerLayer(nn.Module):
             return [self]
         if self.config.parallel:
             return [self._outer(self._both)]
+        if self.cross is not None:
+            return [self._outer(self._run)]
         steps = [] if self.mixer is None else [self._outer(self._mix)]
         return steps if self.feed_forward is None else steps + self._feeding()
 
@@ -239,8 +252,15 @@ class TransformerLayer(nn.Module):
             return self._both(x, shared, opens=opens)
         is_last = self.config.feed_forward is None
         x, losses = self._mix(x, shared, opens=opens if is_last else self._inside() is None)
-        x, more = self._feed(x, shared, opens=opens)
+        x, more = self._feed(self._attend_to_neighbours(x, shared), shared, opens=opens)
         return x, add_losses(losses, more)
+
+    def _attend_to_neighbours(self, x: Stream, shared: ForwardContext) -> Stream:
+        if self.cross is None or shared.memory is None:
+            return x
+        cross = partial(self.cross, shared=shared)
+        (found,), x = self._behind(self.cross_norm, [cross], x)
+        return x + found
 
     def _tell_adapters(self, shared: ForwardContext) -> None:
         """Give adapters the numbers of their tokens; also when a layer is computed again."""

@@ -485,7 +485,11 @@ class Stack(nn.Module, ABC, Generic[Config]):
         self.layers = nn.ModuleDict(
             {
                 str(i): TransformerLayer(
-                    config.layers[i], config, layer=i, shard=self._placement_of(i)
+                    config.layers[i],
+                    config,
+                    layer=i,
+                    shard=self._placement_of(i),
+                    cross=self._cross_of(i),
                 )
                 for i in self.layer_range
             }
@@ -505,6 +509,11 @@ class Stack(nn.Module, ABC, Generic[Config]):
         self._check_patterns()
         if lora is not None:
             self._add_adapters(lora)
+
+    def _cross_of(self, layer: int) -> nn.Module | None:
+        """Build the attention to neighbours of a layer, if it has one."""
+        del layer
+        return None
 
     def _add_adapters(self, lora: LoraConfig) -> None:
         add_adapters(self, lora, seed=self.shard.seed)

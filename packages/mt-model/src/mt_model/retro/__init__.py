@@ -1,0 +1,1 @@
+"""Retrieval: attention to the encoded neighbours of a text's chunks."""

@@ -1,0 +1,104 @@
+"""Attention between chunks of a text and their neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from mt_model.attend.context import ForwardContext
+from mt_model.attention.cross_attention import CrossAttention
+from mt_model.block.initial import start_from
+from mt_model.block.shard_context import ShardContext
+
+if TYPE_CHECKING:
+    from mt_model.attention.cross_attention_config import CrossAttentionConfig
+
+
+class ChunkedCrossAttention(CrossAttention):
+    """Attention of tokens to the neighbours of the last chunk that ended at or before them.
+
+    The output projection starts at zero, so that a new one changes no score.
+
+    Args:
+        config: Configuration of the attention.
+        hidden_size: Width of input and output.
+        chunk: Number of tokens of a chunk (m).
+        layer: Layer index in the whole model.
+        shard: This rank's share of the model.
+
+    Shape:
+        forward(x): [B, S, hidden] -> the same; the context's memory is [B * (S // m), K, hidden],
+        its mask [B * (S // m), m, K].
+    """
+
+    def __init__(
+        self,
+        config: CrossAttentionConfig,
+        hidden_size: int,
+        *,
+        chunk: int,
+        layer: int,
+        shard: ShardContext,
+    ) -> None:
+        super().__init__(config, hidden_size, layer=layer, shard=shard)
+        self.chunk = chunk
+        start_from(self.out.weight, "zeros")
+
+    def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:
+        """Attend to the neighbours; tokens before the end of the first chunk get zeros."""
+        size, (rows, length, hidden) = self.chunk, x.shape
+        chunks = length // size
+        behind = size * (chunks + 1) - 1 - length
+        moved = nn.functional.pad(x[:, size - 1 :], (0, 0, 0, behind))
+        found = super().forward(moved.reshape(rows * chunks, size, hidden), shared)
+        found = found.reshape(rows, chunks * size, hidden)[:, : length - size + 1]
+        return nn.functional.pad(found, (0, 0, size - 1, 0))
+
+
+class NeighbourCrossAttention(CrossAttention):
+    """Attention of a chunk's neighbours to the chunk's hidden states.
+
+    Shape:
+        forward(x): [C * k, r, hidden] -> the same; the context's memory is [C, m, hidden].
+    """
+
+    def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:
+        """Attend to the chunk."""
+        assert shared.memory is not None, "the encoder gives the chunks"
+        joined = x.reshape(shared.memory.shape[0], -1, x.shape[2])
+        return super().forward(joined, shared).view_as(x)
+
+
+def chunk_masks(
+    lengths: Tensor, documents: Tensor | None, *, chunk: int, length: int, size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return which neighbours' tokens each token sees, and which tokens are of a chunk's document.
+
+    Args:
+        lengths: Number of tokens of each neighbour; 0 where there is none.
+        documents: Ids of packed documents; None for one. A chunk is of its last token's document.
+        chunk: Number of tokens of a chunk (m).
+        length: Number of tokens of a sequence (S).
+        size: Number of tokens of a neighbour, with padding (r).
+
+    Shape:
+        lengths: [B, L, k]; documents: [B, S]. Returns [B * L, m, k * r], and [B * L, m] or None.
+    """
+    there = torch.arange(size, device=lengths.device) < lengths[..., None]
+    rows, chunks = lengths.shape[:2]
+    there = there.reshape(rows * chunks, 1, -1)
+    if documents is None:
+        return there.expand(-1, chunk, -1), None
+    own = documents[:, : chunks * chunk].reshape(rows * chunks, chunk)
+    last = own[:, -1:]
+    seen = nn.functional.pad(documents[:, chunk - 1 :], (0, chunk * (chunks + 1) - 1 - length))
+    reads = seen.reshape(rows * chunks, chunk) == last
+    return there & reads[..., None], own == last
+
+
+def with_memory(shared: ForwardContext, memory: Tensor, mask: Tensor | None) -> ForwardContext:
+    """Return the context of layers that attend to a memory of chunks."""
+    return replace(shared, memory=memory, memory_mask=mask)

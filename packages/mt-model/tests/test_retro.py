@@ -1,0 +1,238 @@
+"""Retro: attention to the neighbours of chunks, against plain loops, and who sees whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from mt_files import FieldError
+from mt_model import GPT, ModelConfig, RetroConfig, gpt
+
+CHUNK, COUNT, ROWS, LENGTH, VOCAB = 4, 2, 2, 18, 40
+RETRO = RetroConfig(chunk=CHUNK, neighbours=COUNT, encoder_layers=2, first=2, every=2)
+CHUNKS, SIZE = LENGTH // CHUNK, 2 * CHUNK
+
+
+def config_of(**given) -> ModelConfig:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 4, "num_heads": 4}
+    sizes |= {"num_kv_heads": 2, "max_sequence_length": 32, "init_std": 0.3}
+    return gpt(**sizes, **{"retro": RETRO, **given})
+
+
+def model_of(*, new: bool = False, **given) -> GPT:
+    model = GPT(config_of(**given), dtype=torch.float64, seed=5).eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("cross.out.weight") and not new:  # it starts at zero
+                wave = torch.arange(param.numel(), dtype=torch.float64)
+                param.copy_(torch.sin(wave).view_as(param) / 3)
+    return model
+
+
+def batch_of(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=generator)
+
+    lengths = drawn(SIZE + 1, ROWS, CHUNKS, COUNT)
+    lengths[0, 1] = torch.tensor([0, 0])
+    lengths[1, 0] = torch.tensor([SIZE, 0])
+    tokens = drawn(VOCAB, ROWS, LENGTH)
+    neighbours = drawn(VOCAB, ROWS, CHUNKS, COUNT, SIZE)
+    return {"tokens": tokens, "neighbours": neighbours, "neighbour_lengths": lengths}
+
+
+def rms(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+    return x / (x.pow(2).mean() + norm.eps).sqrt() * norm.weight
+
+
+def turned(x: torch.Tensor, place: int) -> torch.Tensor:
+    half = x.shape[0] // 2
+    angle = place * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    first, second = x[:half], x[half:]
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin))
+
+
+def attended(queries, keys, values) -> torch.Tensor:
+    """One token's heads [N, D], over lists of keys and values [G, D]."""
+    heads = []
+    for n, query in enumerate(queries):
+        group = n * keys[0].shape[0] // len(queries)
+        scores = torch.stack([query @ key[group] for key in keys]) / query.shape[0] ** 0.5
+        weights = scores.softmax(0)
+        heads.append(sum(w * value[group] for w, value in zip(weights, values, strict=True)))
+    return torch.stack(heads)
+
+
+def self_attention(layer, x, visible) -> list[torch.Tensor]:
+    weight, made = layer.mixer.qkv.weight, []
+    for place, token in enumerate(x):
+        rows = torch.einsum("gqdh,h->gqd", weight, rms(token, layer.mixer_norm))
+        queries = torch.stack([turned(q, place) for group in rows for q in group[:-2]])
+        key = torch.stack([turned(group[-2], place) for group in rows])
+        made.append((queries, key, rows[:, -1]))
+    out = []
+    for t, token in enumerate(x):
+        seen = visible(t)
+        heads = attended(made[t][0], [made[i][1] for i in seen], [made[i][2] for i in seen])
+        out.append(token + torch.einsum("hnd,nd->h", layer.mixer.out.weight, heads))
+    return out
+
+
+def cross_attention(layer, token, memory) -> torch.Tensor:
+    if not memory:
+        return token
+    made = [torch.einsum("gpdh,h->gpd", layer.cross.key_value.weight, each) for each in memory]
+    queries = torch.einsum("ndh,h->nd", layer.cross.query.weight, rms(token, layer.cross_norm))
+    heads = attended(queries, [each[:, 0] for each in made], [each[:, 1] for each in made])
+    return token + torch.einsum("hnd,nd->h", layer.cross.out.weight, heads)
+
+
+def fed(layer, token) -> torch.Tensor:
+    return token + layer.feed_forward(rms(token, layer.feed_forward_norm)[None, None])[0, 0]
+
+
+def encoded(model, tokens, chunk) -> list[torch.Tensor]:
+    x = [model.embedding.weight[token] for token in tokens]
+    encoder = model.neighbours.encoder
+    for layer in encoder.layers:
+        x = self_attention(layer, x, lambda _: range(len(tokens)))
+        x = [fed(layer, cross_attention(layer, token, chunk)) for token in x]
+    return [rms(token, encoder.norm) for token in x]
+
+
+def plain_row(model, tokens, neighbours, lengths, documents) -> torch.Tensor:
+    x, found = [model.embedding.weight[token] for token in tokens], []
+    for index, layer in enumerate(model.stage_layers()):
+        if index == RETRO.first - 1:
+            for u in range(CHUNKS):
+                last = u * CHUNK + CHUNK - 1
+                places = range(u * CHUNK, last + 1)
+                own = [x[i] for i in places if documents[i] == documents[last]]
+                memory = []
+                for each, length in zip(neighbours[u], lengths[u], strict=True):
+                    memory += encoded(model, each[:length], own) if length else []
+                found.append(memory)
+        start = lambda t: [i for i in range(t + 1) if documents[i] == documents[t]]  # noqa: E731
+        x = self_attention(layer, x, start)
+        if layer.cross is not None:
+            for t in range(CHUNK - 1, len(x)):
+                u = (t - CHUNK + 1) // CHUNK
+                if documents[u * CHUNK + CHUNK - 1] == documents[t]:
+                    x[t] = cross_attention(layer, x[t], found[u])
+        x = [fed(layer, token) for token in x]
+    return torch.stack([model.embedding.weight @ rms(token, model.final_norm) for token in x])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@torch.no_grad()
+def test_scores_equal_plain_loops(packed: bool) -> None:
+    model, batch = model_of(), batch_of()
+    documents = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
+    if packed:
+        documents[0, 8:], documents[1, 4:12], documents[1, 12:] = 1, 1, 2
+        batch["documents"] = documents
+        batch["positions"] = torch.arange(LENGTH).expand(ROWS, -1)
+    scores = model(None, batch)
+    for row in range(ROWS):
+        own = batch["tokens"][row], batch["neighbours"][row], batch["neighbour_lengths"][row]
+        expected = plain_row(model, *own, documents[row])
+        torch.testing.assert_close(scores[row], expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_new_model_is_the_gpt_that_it_starts_from() -> None:
+    model, batch = model_of(new=True), batch_of()
+    plain = GPT(config_of(retro=None), dtype=torch.float64, seed=5).eval()
+    missing, more = model.load_state_dict(plain.state_dict(), strict=False)
+    assert all("cross" in name or "neighbours." in name for name in missing) and not more
+    assert torch.equal(model(None, batch), plain(batch["tokens"]))
+
+
+@torch.no_grad()
+def test_no_score_sees_a_later_token() -> None:
+    model, batch = model_of(), batch_of()
+    before = model(None, batch)
+    for place in range(LENGTH):
+        tokens = batch["tokens"].clone()
+        tokens[:, place] = (tokens[:, place] + 1) % VOCAB
+        after = model(None, {**batch, "tokens": tokens})
+        assert torch.equal(before[:, :place], after[:, :place])
+        assert not torch.equal(before[:, place], after[:, place])
+
+
+@torch.no_grad()
+def test_neighbours_move_scores_from_the_last_token_of_their_chunk() -> None:
+    model, batch = model_of(), batch_of()
+    batch["neighbour_lengths"] = batch["neighbour_lengths"].clamp(min=1)
+    before = model(None, batch)
+    for u in range(CHUNKS):
+        neighbours, last = batch["neighbours"].clone(), u * CHUNK + CHUNK - 1
+        neighbours[:, u] = (neighbours[:, u] + 1) % VOCAB
+        after = model(None, {**batch, "neighbours": neighbours})
+        assert torch.equal(before[:, :last], after[:, :last])
+        assert (before[:, last] != after[:, last]).any(-1).all()
+
+
+@torch.no_grad()
+def test_padding_and_missing_neighbours_are_not_seen() -> None:
+    model, batch = model_of(), batch_of()
+    padding = torch.arange(SIZE) >= batch["neighbour_lengths"][..., None]
+    neighbours = batch["neighbours"].masked_fill(padding, 0)
+    assert not torch.equal(neighbours, batch["neighbours"])
+    assert torch.equal(model(None, {**batch, "neighbours": neighbours}), model(None, batch))
+    none = {**batch, "neighbour_lengths": torch.zeros_like(batch["neighbour_lengths"])}
+    alone = model(None, none)
+    torch.testing.assert_close(alone, model(batch["tokens"]), rtol=1e-12, atol=1e-12)
+
+
+def test_recomputed_layers_have_the_same_gradients() -> None:
+    batch = {**batch_of(), "labels": batch_of(1)["tokens"]}
+    found = []
+    for recompute in ("none", "selective", "full"):
+        model = GPT(config_of(), dtype=torch.float64, seed=5, recompute=recompute)
+        model.load_state_dict(model_of().state_dict())
+        model(None, batch)["lm"].backward()
+        found.append({name: param.grad for name, param in model.named_parameters()})
+    for name, grad in found[0].items():
+        assert grad is not None and grad.abs().sum() > 0, name
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], grad, rtol=1e-10, atol=1e-12)
+
+
+def test_parameters_are_counted() -> None:
+    config = config_of()
+    assert config.num_parameters == sum(p.numel() for p in GPT(config).parameters())
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert config.flops_per_token(16) > replace(config, retro=None).flops_per_token(16)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, batch = model_of(), batch_of()
+    with pytest.raises(ValueError, match="neighbours must be"):
+        model(None, {**batch, "neighbours": batch["neighbours"][:, 1:]})
+    with pytest.raises(ValueError, match="attends to none"):
+        GPT(config_of(retro=None))(None, {**batch, "labels": batch["tokens"]})
+    with pytest.raises(ValueError, match="lengths of 0"):
+        model.train()(batch["tokens"], labels=batch["tokens"])
+    with pytest.raises(ValueError, match="with a cache"):
+        cache = model.eval().new_cache(batch_size=ROWS, max_length=LENGTH)
+        model(None, {**batch, "cache": cache})
+    with pytest.raises(FieldError, match="first=9"):
+        config_of(retro=replace(RETRO, first=9))
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 4), (0, 2, 4), (0, 1, 3, 4), (0, 3, 4)])
+@torch.no_grad()
+def test_stages_in_turn_equal_the_whole_model(cuts: tuple[int, ...]) -> None:
+    whole, batch, x = model_of(), batch_of(), None
+    for start, stop in pairwise(cuts):
+        stage = GPT(config_of(), layers=range(start, stop), dtype=torch.float64).eval()
+        weights = whole.state_dict()
+        stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
+        x = stage(x, batch)
+    assert torch.equal(x, whole(None, batch))
