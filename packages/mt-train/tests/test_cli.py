@@ -136,6 +136,7 @@ def test_config_shows_the_whole_model_and_loads_back_to_it(
         missing = {name for name, value in model.items() if value is None}
         short = {"num_layers", "layer", "bias", "moe", "rope", "rope_theta"}  # the list says it
         off = {"logit_softcap", "head_transform", "embedding_std", "mtp", "pooled_head", "images"}
+        off |= {"retro"}
         assert missing <= {"preset", "from", "vocab_size", "vocab_multiple", *short, *off}
         again = tmp_path / "again.yaml"
         again.write_text(out)

@@ -78,16 +78,14 @@ class RetroConfig:
 
     def cross(self, layer: LayerConfig) -> CrossAttentionConfig:
         """Return the attention to neighbours of a layer, with the heads of its own attention."""
-        own = layer.mixer
-        assert isinstance(own, AttentionConfig), "obstacle() was not asked"
+        own = _attention(layer)
         return CrossAttentionConfig(
             num_heads=own.num_heads, num_kv_heads=own.num_kv_heads, head_dim=own.head_dim
         )
 
     def encoder_layer(self, layer: LayerConfig, hidden_size: int) -> LayerConfig:
         """Return a layer of the neighbours' encoder, from the first that attends to them."""
-        own, fed = layer.mixer, layer.feed_forward
-        assert isinstance(own, AttentionConfig), "obstacle() was not asked"
+        own, fed = _attention(layer), layer.feed_forward
         rope = RopeConfig() if own.rope is None else RopeConfig(theta=own.rope.theta)
         mixer = AttentionConfig(
             num_heads=own.num_heads,
@@ -129,3 +127,9 @@ class RetroConfig:
         each = sum(entry.flops_per_token(hidden_size, self.length) for entry in entries)
         each = beside * each + attending(first, beside, 1, self.chunk)
         return total + self.encoder_layers * each
+
+
+def _attention(layer: LayerConfig) -> AttentionConfig:
+    if not isinstance(layer.mixer, AttentionConfig):
+        raise TypeError(f"attention to neighbours has the heads of attention, not {layer.mixer}")
+    return layer.mixer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +67,8 @@ class NeighbourCrossAttention(CrossAttention):
 
     def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:
         """Attend to the chunk."""
-        assert shared.memory is not None, "the encoder gives the chunks"
-        joined = x.reshape(shared.memory.shape[0], -1, x.shape[2])
+        chunks = cast("Tensor", shared.memory)
+        joined = x.reshape(chunks.shape[0], -1, x.shape[2])
         return super().forward(joined, shared).view_as(x)
 
 

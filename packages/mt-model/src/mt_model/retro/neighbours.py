@@ -107,7 +107,7 @@ class Neighbours(nn.Module):
         for index, own in layers:
             if index == self.place:
                 steps.append(self._encode)
-            steps += [partial(self._apply, step, attends=index >= self.place) for step in own]
+            steps += [partial(self._through, step, attends=index >= self.place) for step in own]
         return [*steps, partial(self._close, is_last=is_last)]
 
     def _open(self, x: Tensor, shared: ForwardContext) -> tuple[Any, Losses]:
@@ -136,7 +136,7 @@ class Neighbours(nn.Module):
         found = self.encoder(x.neighbours, lengths.flatten(), chunks, x.own, shared)
         return x._replace(text=text, neighbours=found), {}
 
-    def _apply(
+    def _through(
         self, step: Callable[..., Any], x: Any, shared: ForwardContext, *, attends: bool
     ) -> tuple[Any, Losses]:
         if not isinstance(x, TextStream):
