@@ -212,6 +212,7 @@ def test_parameters_are_counted() -> None:
     config = config_of()
     assert config.num_parameters == sum(p.numel() for p in GPT(config).parameters())
     assert ModelConfig.from_dict(config.to_dict()) == config
+    assert "neighbours [from layer 1, every 2]" in str(config)
     assert config.flops_per_token(16) > replace(config, retro=None).flops_per_token(16)
 
 

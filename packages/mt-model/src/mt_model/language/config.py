@@ -282,6 +282,9 @@ class ModelConfig(StackConfig):
         if self.images is not None:
             tower, tokens = self.images.tower, self.images.num_tokens
             embeddings.append(f"images [{tower.num_layers} layers, {tokens} tokens each]")
+        if self.retro is not None:
+            first, every = self.retro.first - 1, self.retro.every
+            embeddings.append(f"neighbours [from layer {first}, every {every}]")
         if self.token_types:
             embeddings.append(f"token types [{self.token_types}]")
         head = "head = embedding" if self.tied else f"head [{self.vocab_size}]"

@@ -95,7 +95,7 @@ def _summary(config: StackConfig) -> str:
     """Return the fields of the model outside of the rows."""
     shown = {"layers", "vocab_size", "hidden_size", "tied", "head_bias", "token_types"}
     shown |= {"head_transform", "embedding_norm", "final_norm", "num_channels", "patch_size"}
-    shown |= {"class_token", "num_classes", "projection_size", "images", "pooled_head"}
+    shown |= {"class_token", "num_classes", "projection_size", "images", "pooled_head", "retro"}
     shown |= {name for name in ("mtp",) if getattr(config, name, None) is None}
     fields = [item for item in dataclasses.fields(config) if item.name not in shown]
     return ", ".join(f"{item.name}={_value(getattr(config, item.name))}" for item in fields)
