@@ -174,3 +174,22 @@ def test_what_does_not_fit_the_model_is_named(tiny, folder, options) -> None:
     cut = load_config(tiny.config, [*options, "training.sequence_length=72", "parallel.cp=2"])
     with pytest.raises(ConfigError, match=r"72 is not divisible by 32, .* use 96"):
         cut.check_world(2)
+
+
+RETRO = f"model.retro={{chunk: {CHUNK}, neighbours: 3, encoder_layers: 1, first: 1, every: 1}}"
+
+
+@pytest.mark.parametrize("layout", ["pp2", "dp2", pytest.param("pp3", marks=pytest.mark.campaign)])
+def test_a_model_that_attends_to_neighbours_trains_alike_on_every_layout(
+    tiny, options, tmp_path, losses, metrics_of, layout
+) -> None:
+    nproc, own = LAYOUTS[layout]
+    runs = [
+        tiny.train(tmp_path / "one", *options, RETRO),
+        tiny.train(tmp_path / "own", *options, RETRO, *own, nproc=nproc),
+    ]
+    ours, theirs = losses(runs[1]), losses(runs[0])
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-9)
+    found = evaluated(metrics_of, runs[0])
+    assert found["val_without_neighbours_loss"] != found["val_loss"]
+    assert evaluated(metrics_of, runs[1]) == pytest.approx(found, rel=1e-9)

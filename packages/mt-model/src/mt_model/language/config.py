@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -259,6 +259,21 @@ class ModelConfig(StackConfig):
         if self.retro is not None:
             module += self.retro.flops_per_token(self.layers, self.hidden_size)
         return head + module + super().flops_per_token(sequence_length)
+
+    def handed_tokens(self, batch: Mapping[str, Any]) -> int:
+        """Return how many tokens of each row one stage hands to the next.
+
+        They are those of the text, then those of an encoder or of neighbours.
+
+        Args:
+            batch: A batch of training.
+        """
+        length = batch["tokens"].shape[1]
+        if self.encoder_layers:
+            length += batch["encoder_tokens"].shape[1]
+        if self.retro is not None and batch.get("neighbours") is not None:
+            length += batch["neighbours"][0].numel()
+        return length
 
     def rows_of(self, name: str) -> int | None:
         """Return the size of the vocabulary for its matrices, which may be padded."""

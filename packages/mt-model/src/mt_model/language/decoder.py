@@ -202,11 +202,6 @@ class GPT(GeneratingStack):
             shared = replace(shared, neighbour_lengths=lengths)
             if lengths is not None and self.has_embedding:
                 x = torch.cat((x, self.embedding(batch["neighbours"].flatten(1))), 1)
-        elif batch.get("neighbours") is not None:
-            raise ValueError(
-                "the batch has neighbours, but the model attends to none; leave them out, or build "
-                "it with retro=RetroConfig(...)"
-            )
         return self.give_tables_gradients(x, shared), shared
 
     def _steps(self, steps_of: Callable[[TransformerLayer], list[Step]]) -> list[Step]:

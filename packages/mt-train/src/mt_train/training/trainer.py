@@ -137,7 +137,7 @@ class Trainer:
         self.optimizer = DistributedOptimizer(
             self.buffer, lambda shards: build_optimizer(shards, optimizer_config(config), state)
         )
-        self.executor, self._update = self._assemble(plan.schedule, model_config.hidden_size)
+        self.executor, self._update = self._assemble(plan.schedule, model_config)
 
     def _allocate(self, model: ModelConfig, named: Mapping[str, Parameter]) -> GradBuffer:
         """Give the parameters their memory and initial values, and the gradients their buckets."""
@@ -161,7 +161,7 @@ class Trainer:
             part.parameters_ready(buffer)
         return buffer
 
-    def _assemble(self, schedule: Schedule, hidden_size: int) -> tuple[Executor, Update]:
+    def _assemble(self, schedule: Schedule, model: ModelConfig) -> tuple[Executor, Update]:
         """Put the parts around the stages and around the optimizer's step."""
         state, update = self.state, Update(self.optimizer, self.state)
         runs: list[Run] = [*self.stages]
@@ -172,12 +172,11 @@ class Trainer:
         for part in self.parts:  # last: what a part asks of the optimizer decides who can step it
             update = part.wrap_update(update)
         shards = state.size("tp") if self.config.parallel.sequence_parallel else 1
-        width = hidden_size + sum(part.extra_hidden_size for part in self.parts)
+        width = model.hidden_size + sum(part.extra_hidden_size for part in self.parts)
 
         def activation(batch: Batch) -> TensorSpec:
             """Return what one stage hands to the next for a micro-batch."""
-            rows, length = batch["tokens"].shape
-            length += batch["encoder_tokens"].shape[1] if "encoder_tokens" in batch else 0
+            rows, length = len(batch["tokens"]), model.handed_tokens(batch)
             return TensorSpec((rows, length // shards, width), self.dtype)
 
         executor = Executor(
