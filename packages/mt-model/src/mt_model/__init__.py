@@ -35,12 +35,12 @@ from mt_model.language.config import VOCABULARY as VOCABULARY
 from mt_model.language.config import ModelConfig as ModelConfig
 from mt_model.language.mtp_config import MTPConfig as MTPConfig
 from mt_model.language.pooled_head_config import PooledHeadConfig as PooledHeadConfig
+from mt_model.language.retro_config import RetroConfig as RetroConfig
 from mt_model.recompute.plan import OffloadConfig as OffloadConfig
 from mt_model.recompute.plan import RecomputePlan as RecomputePlan
 from mt_model.recompute.plan import RecomputeRule as RecomputeRule
 from mt_model.recurrent.gated_delta_net_config import GatedDeltaNetConfig as GatedDeltaNetConfig
 from mt_model.recurrent.mamba2_config import Mamba2Config as Mamba2Config
-from mt_model.retro.config import RetroConfig as RetroConfig
 from mt_model.rope.config import RopeConfig as RopeConfig
 from mt_model.rope.config import Rotary as Rotary
 from mt_model.rope.scaling import DynamicScaling as DynamicScaling

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mt_model.attend.context import ForwardContext
 from mt_model.block.norm import stream_norm
 from mt_model.block.shard_context import ShardContext
-from mt_model.retro.config import RetroConfig
+from mt_model.language.retro_config import RetroConfig
 from mt_model.retro.cross_attention import NeighbourCrossAttention
 from mt_model.rope.rotary import rotary_table
 from mt_model.stack.layer import TransformerLayer
