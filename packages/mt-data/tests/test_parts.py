@@ -197,33 +197,44 @@ def test_a_killed_build_goes_on_where_it_was(places, tmp_path, command):
     assert not (tmp_path / "c.parts").exists()
 
 
+BUILD = "build {source} --tokenizer {tok} --out {out}/c --parts 5 --workers 2"
+
+
 @pytest.mark.campaign
-def test_fifty_kills_change_no_byte(places, tmp_path, command):
+@pytest.mark.parametrize("on", ["processes", "ray"])
+@pytest.mark.parametrize("parts", [1, 3, 16])
+def test_fifty_kills_change_no_byte(places, tmp_path, command, record_property, parts, on):
+    if on == "ray":
+        pytest.importorskip("ray")
     assert command("build {source} --tokenizer {tok} --out {out}/whole")[0] == 0
-    draw = random.Random(11)
-    done = 0
+    build = f"build {{source}} --tokenizer {{tok}} --out {{out}}/c --parts {parts} --on {on}"
+    build += " --workers 2"
+    begin = time.monotonic()
+    assert command(build)[0] == 0
+    longest = time.monotonic() - begin + (1 if on == "processes" else 5)  # it starts a process too
+    draw, done, moments = random.Random(parts), 0, []
     for _ in range(50):
-        with building(places) as process, contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(draw.uniform(0, 4))
         if (tmp_path / "c.idx").exists():
             done += 1
             assert content(tmp_path / "c") == content(tmp_path / "whole")
             (tmp_path / "c.idx").unlink()
             (tmp_path / "c.bin").unlink()
-    assert command(BUILD)[0] == 0
+        with building(places, build) as process, contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0, longest))
+        moments.append(len(parts_of(tmp_path)))
+    assert command(f"{build} --overwrite")[0] == 0
     assert content(tmp_path / "c") == content(tmp_path / "whole")
-    print(f"{done} of 50 builds were done before their kill")
-
-
-BUILD = "build {source} --tokenizer {tok} --out {out}/c --parts 5 --workers 2"
+    record_property("killed", 50)
+    record_property("with parts left behind", sum(map(bool, moments)))
+    record_property("whole at the next look", done)
 
 
 @contextlib.contextmanager
-def building(places):
+def building(places, build=BUILD):
     """Run a build; kill it at the end of the block, and wait for the end of its children."""
     start = [sys.executable, "-c", "from mt_data.cli import main; main()"]
     process = subprocess.Popen(
-        [*start, *shlex.split(BUILD.format(**places))],
+        [*start, *shlex.split(build.format(**places))],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
