@@ -35,7 +35,6 @@ from mt_model.language.config import VOCABULARY as VOCABULARY
 from mt_model.language.config import ModelConfig as ModelConfig
 from mt_model.language.mtp_config import MTPConfig as MTPConfig
 from mt_model.language.pooled_head_config import PooledHeadConfig as PooledHeadConfig
-from mt_model.language.retro_config import RetroConfig as RetroConfig
 from mt_model.recompute.plan import OffloadConfig as OffloadConfig
 from mt_model.recompute.plan import RecomputePlan as RecomputePlan
 from mt_model.recompute.plan import RecomputeRule as RecomputeRule
@@ -53,6 +52,7 @@ from mt_model.rope.temperature import TemperatureConfig as TemperatureConfig
 from mt_model.stack.config import StackConfig as StackConfig
 from mt_model.stack.layer_config import LayerConfig as LayerConfig
 from mt_model.stack.lora_config import LoraConfig as LoraConfig
+from mt_model.stack.retro_config import RetroConfig as RetroConfig
 from mt_model.vision.config import VisionConfig as VisionConfig
 from mt_model.vision.image_input_config import ImageInputConfig as ImageInputConfig
 from mt_model.vision.image_input_config import expand_image_tokens as expand_image_tokens

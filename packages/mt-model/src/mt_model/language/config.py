@@ -12,9 +12,9 @@ from mt_model.block.sizes import MAX_VOCAB, indivisible
 from mt_model.kernels.words import Activation, Positions
 from mt_model.language.mtp_config import MTPConfig
 from mt_model.language.pooled_head_config import PooledHeadConfig
-from mt_model.language.retro_config import RetroConfig
 from mt_model.stack.config import StackConfig
 from mt_model.stack.layer_config import LayerConfig
+from mt_model.stack.retro_config import RetroConfig
 from mt_model.stack.table import span_name
 from mt_model.vision.image_input_config import ImageInputConfig
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from mt_model.attend.context import ForwardContext
 from mt_model.block.norm import stream_norm
 from mt_model.block.shard_context import ShardContext
-from mt_model.language.retro_config import RetroConfig
 from mt_model.retro.cross_attention import NeighbourCrossAttention
 from mt_model.rope.rotary import rotary_table
 from mt_model.stack.layer import TransformerLayer
+from mt_model.stack.retro_config import RetroConfig
 
 if TYPE_CHECKING:
     from mt_model.language.config import ModelConfig

@@ -13,11 +13,11 @@ from mt_model.attend.context import ForwardContext
 from mt_model.block.losses import Losses
 from mt_model.block.residual import Stream, added
 from mt_model.block.shard_context import ShardContext
-from mt_model.language.retro_config import RetroConfig
 from mt_model.retro.cross_attention import chunk_masks, with_memory
 from mt_model.retro.encoder import NeighbourEncoder
 from mt_model.stack.batch import Batch
 from mt_model.stack.layer import Step
+from mt_model.stack.retro_config import RetroConfig
 
 if TYPE_CHECKING:
     from mt_model.language.config import ModelConfig
