@@ -174,6 +174,12 @@ def test_what_does_not_fit_the_model_is_named(tiny, folder, options) -> None:
     cut = load_config(tiny.config, [*options, "training.sequence_length=72", "parallel.cp=2"])
     with pytest.raises(ConfigError, match=r"72 is not divisible by 32, .* use 96"):
         cut.check_world(2)
+    assert "folders of data.neighbours 8 and 3" in refused(RETRO.replace("chunk: 8", "chunk: 4"))
+    with pytest.raises(ConfigError, match=r"which these rows lack; use data\.kind: retro"):
+        load_config(tiny.config, [RETRO]).check_world(1)
+    for own in (["parallel.cp=2"], ["parallel.tp=2", "parallel.sequence_parallel=true"]):
+        with pytest.raises(ConfigError, match=r"which model\.retro needs whole"):
+            load_config(tiny.config, [*options, RETRO, *own]).check_world(2)
 
 
 RETRO = f"model.retro={{chunk: {CHUNK}, neighbours: 3, encoder_layers: 1, first: 1, every: 1}}"

@@ -155,9 +155,10 @@ def test_a_prompt_is_answered_when_its_engine_for_prompts_is_killed(write_run, t
         await asyncio.sleep(0.2)
         assert not asked.done()
         os.kill(old, signal.SIGKILL)
-        found, stats = await asyncio.wait_for(asked, 60), await here.stats()
-        while not peer.is_ready:
-            await asyncio.sleep(0.05)
+        async with asyncio.timeout(60):
+            found, stats = await asked, await here.stats()
+            while not peer.is_ready:
+                await asyncio.sleep(0.05)
         assert peer.pid != old
         await router.close()
         return found, stats

@@ -151,8 +151,8 @@ class Database:
     def tokens(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return chunks with the chunk that follows each in its document.
 
-        Behind the end of the document there is `mt_data.PADDING`. The number -1, a missing
-        neighbour, gives nothing else.
+        The places behind the end of the document hold `mt_data.PADDING`. The number -1 stands for
+        a missing neighbour, all of whose places hold it.
 
         Raises:
             DataError: A number is below -1, or there is no such chunk.

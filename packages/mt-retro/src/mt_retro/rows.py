@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from mt_retro.query import Neighbours
 from mt_retro.stored import digest_of
 
 
+@cache  # each row asks for them
 def retro_fields() -> tuple[RowField, ...]:
     """Return the arrays of a row of documents with neighbours.
 
@@ -38,11 +39,12 @@ class RetroDataset(RowDataset):
 
     A document that is longer than a row goes on in further rows. The documents, or parts, of an
     epoch are shuffled and fill rows by best fit; attention, positions and labels stay within each.
-    Behind a document the row is padded to the next chunk, without labels. Rows depend on the data,
+    The row behind a document is padded to the next chunk, without labels. Rows depend on the data,
     their number and the arguments; all seeds, lengths and blends use the same stored neighbours.
 
-    Token i of a document sees the neighbours of the last chunk that is complete with it. So a label
-    in chunk v is predicted from the neighbours of chunk v - 1, and a label in chunk 0 from none.
+    A token sees the neighbours of the last chunk of its document that ends at it or before it. So a
+    label in chunk v is predicted from the neighbours of chunk v - 1, and a label in chunk 0 from
+    none.
 
     Args:
         neighbours: The dataset, and the neighbours of its chunks.
@@ -90,7 +92,6 @@ class RetroDataset(RowDataset):
         self.neighbours, self.num_neighbours = neighbours, k
         self.sequence_length, self.packing = sequence_length, "documents"
         self.retrieves, self.overlap = retrieves, overlap
-        self._fields = retro_fields()  # made once, as each row asks for them
         # A document has a label less than tokens. Parts of all documents are numbered in order.
         labels = np.maximum(neighbours.chunks.lengths - 1, 0)
         self._first_part = np.zeros(len(labels) + 1, np.int64)
@@ -131,7 +132,7 @@ class RetroDataset(RowDataset):
     @property
     def fields(self) -> tuple[RowField, ...]:
         """The arrays of a row."""
-        return self._fields
+        return retro_fields()
 
     @property
     def sizes(self) -> Mapping[str, int]:

@@ -307,7 +307,7 @@ class LoraAdapter(nn.Module):
 def lora_parts(
     a: Tensor, b: Tensor, matrix: MatrixSpec, parts: Sequence[int] | None
 ) -> list[tuple[int, Tensor, Tensor]]:
-    """Return the index, A and B of each part of an adapter; one that has no parts is part 0.
+    """Return the index, A and B of each part of an adapter; an adapter without parts is part 0.
 
     Args:
         a: A of the adapter.

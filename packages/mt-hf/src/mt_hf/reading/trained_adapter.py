@@ -33,7 +33,7 @@ _SHOWN = 3
 def read_adapter(
     folder: str | Path, config: StackConfig, lora: LoraConfig, *, family: str | None = None
 ) -> dict[str, Tensor]:
-    """Read the matrices of a PEFT folder for the adapters of a model that is trained.
+    """Read the matrices of a PEFT folder, to go on with the training of its adapters.
 
     It is the inverse of `export_adapter`: each matrix of a fused layer has an A of its own.
 

@@ -75,7 +75,7 @@ def _mixed(scores: Tensor, v: Tensor, sinks: Tensor | None, own: slice) -> Tenso
     weights = (scores - most).exp()
     # Blocks that a query does not see add zeros to the running sums of the blocks before.
     total = weights.sum(-1, keepdim=True).cumsum(2)[:, :, -1]
-    if logits is not None:
+    if logits is not None:  # filled, as the bits of few exponentials depend on their number
         total = total + _filled(logits - most, ROWS).exp()[:, :, 0, : scores.shape[3]]
     mixed = (_filled(weights, ROWS) @ v)[:, :, :, : scores.shape[3]]
     return mixed.cumsum(2)[:, :, -1] / total

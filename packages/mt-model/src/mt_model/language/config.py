@@ -263,7 +263,7 @@ class ModelConfig(StackConfig):
     def handed_tokens(self, batch: Mapping[str, Any]) -> int:
         """Return how many tokens of each row one stage hands to the next.
 
-        They are those of the text, then those of an encoder or of neighbours.
+        The tokens of the text come first, then the tokens of an encoder or of neighbours.
 
         Args:
             batch: A batch of training.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -97,8 +96,3 @@ def chunk_masks(
     seen = nn.functional.pad(documents[:, chunk - 1 :], (0, chunk * (chunks + 1) - 1 - length))
     reads = seen.reshape(rows * chunks, chunk) == last
     return there & reads[..., None], own == last
-
-
-def with_memory(shared: ForwardContext, memory: Tensor, mask: Tensor | None) -> ForwardContext:
-    """Return the context of layers that attend to a memory of chunks."""
-    return replace(shared, memory=memory, memory_mask=mask)

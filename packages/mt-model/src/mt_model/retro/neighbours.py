@@ -1,8 +1,9 @@
-"""The neighbours of a batch on their way through a stage: embedded, encoded, attended to."""
+"""The neighbours of a batch on their way through a stage: encoded, attended to, handed on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -13,7 +14,7 @@ from mt_model.attend.context import ForwardContext
 from mt_model.block.losses import Losses
 from mt_model.block.residual import Stream, added
 from mt_model.block.shard_context import ShardContext
-from mt_model.retro.cross_attention import chunk_masks, with_memory
+from mt_model.retro.cross_attention import chunk_masks
 from mt_model.retro.encoder import NeighbourEncoder
 from mt_model.stack.batch import Batch
 from mt_model.stack.layer import Step
@@ -38,7 +39,7 @@ class TextStream(NamedTuple):
 
 
 class Neighbours(nn.Module):
-    """The part of a stage that embeds, encodes and hands on neighbours.
+    """The part of a stage that encodes neighbours, or hands them on.
 
     Parameters: `encoder.*` as of `NeighbourEncoder`, on the stage with layer `first`.
 
@@ -102,7 +103,7 @@ class Neighbours(nn.Module):
         return lengths if chunks else None
 
     def steps(self, layers: list[tuple[int, list[Step]]], *, is_last: bool) -> list[Step]:
-        """Return a stage's steps, from those of each layer by its index."""
+        """Return the steps of a stage, given the index and the steps of each of its layers."""
         steps: list[Any] = [self._open]
         for index, own in layers:
             if index == self.place:
@@ -141,8 +142,9 @@ class Neighbours(nn.Module):
     ) -> tuple[Any, Losses]:
         if not isinstance(x, TextStream):
             return step(x, shared)
-        own = with_memory(shared, x.neighbours, x.seen) if attends else shared
-        text, losses = step(x.text, own)
+        if attends:
+            shared = replace(shared, memory=x.neighbours, memory_mask=x.seen)
+        text, losses = step(x.text, shared)
         return x._replace(text=text), losses
 
     def _close(self, x: Any, shared: ForwardContext, *, is_last: bool) -> tuple[Any, Losses]:

@@ -101,6 +101,11 @@ class RetroData(DataSection):
         if length % chunk:
             text = f"{length} is no multiple of {chunk}, the tokens in a chunk of data.neighbours"
             yield "training.sequence_length", f"{text}; use {-(-length // chunk) * chunk}"
+        count, retro = min(record.neighbours for record in records), model.retro
+        if retro is not None and (retro.chunk, retro.neighbours) != (chunk, count):
+            text = f"has chunk {retro.chunk} and neighbours {retro.neighbours}, and the folders of "
+            text += f"data.neighbours {chunk} and {count}; use these, or query with the model's"
+            yield "model.retro", text
 
     def _records(self) -> list[NeighboursRecord]:
         from mt_retro import NeighboursRecord

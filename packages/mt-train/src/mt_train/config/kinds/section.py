@@ -209,6 +209,9 @@ class DataSection:
         if model.pooled_head is not None and "sequences" not in _counts(self.fields()):
             text = "has no labels to learn from without data.kind: masked and data.masking: "
             yield "model.pooled_head", text + "{pairs: true}; leave it out"
+        if model.retro is not None and "neighbours" not in {each.name for each in self.fields()}:
+            text = "attends to neighbours, which these rows lack; use data.kind: retro, or leave "
+            yield "model.retro", text + "it out"
 
     def files(self) -> Mapping[str, bytes]:
         """Return files that a run keeps in its folder for inference, by name."""
