@@ -1,4 +1,4 @@
-"""The disk under a save: durable files, and errors that name them."""
+"""The disk under checkpoints: reading, durable files, and errors that name them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import mt_files
 from mt_files import FileError
@@ -37,16 +37,51 @@ def disk_errors(action: str, path: Path, *, needed: str = "") -> Iterator[None]:
 
 
 class Disk:
-    """The system calls through which a save changes files.
+    """The system calls through which checkpoints are read and changed.
 
     Everything that a save creates, writes, syncs, renames and removes goes through one object of
-    this class, so that a test can fail, interrupt or record any of the calls.
+    this class, so that a test can fail, interrupt or record any of the calls. Readers take theirs
+    from `disk_of`.
 
     Attributes:
         threads: Number of threads that sync or remove many files at once.
     """
 
     threads = 8
+
+    def exists(self, path: Path) -> bool:
+        """Return whether there is a file or a folder at a path."""
+        return path.exists()
+
+    def is_folder(self, path: Path) -> bool:
+        """Return whether there is a folder at a path."""
+        return path.is_dir()
+
+    def names(self, path: Path) -> list[str]:
+        """Return the names in a folder."""
+        return os.listdir(path)
+
+    def modified(self, path: Path) -> float:
+        """Return the time of a file's last change, in seconds since the epoch."""
+        return path.stat().st_mtime
+
+    def open(self, path: Path, *, within: Path) -> tuple[BinaryIO, int]:
+        """Open a file below `within` for reading, and return it with its size in bytes."""
+        stream = mt_files.open_file(path, within=within)
+        return stream, os.fstat(stream.fileno()).st_size
+
+    def read(self, path: Path, *, limit: int, within: Path) -> bytes:
+        """Return the content of a file below `within`, of at most `limit` bytes."""
+        return mt_files.read_bytes(path, limit=limit, within=within)
+
+    def files(self, root: Path) -> tuple[dict[str, int], dict[str, str]]:
+        """List every file below `root` as a relative posix path.
+
+        Returns:
+            The plain files with their sizes, and the entries that a checkpoint may not contain with
+            the reason.
+        """
+        return _list_files(root)
 
     def mkdir(self, path: Path) -> None:
         """Create a folder, whose parent exists."""
@@ -80,6 +115,12 @@ class Disk:
     def rmdir(self, path: Path) -> None:
         """Remove an empty folder."""
         path.rmdir()
+
+
+def disk_of(path: Path) -> Disk:
+    """Return the disk on which a path is read."""
+    del path
+    return Disk()
 
 
 def create_file(disk: Disk, path: Path, content: bytes, *, total: int | None = None) -> None:
@@ -181,13 +222,7 @@ def remove_tree(disk: Disk, path: Path) -> None:
             disk.rmdir(folder)
 
 
-def list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """List every file below `root` as a relative posix path.
-
-    Returns:
-        The plain files with their sizes, and the entries that a checkpoint may not contain with the
-        reason.
-    """
+def _list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:
     plain: dict[str, int] = {}
     odd: dict[str, str] = {}
     folders = [""]

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from mt_files import MissingFileError, check_type
 
+from mt_ckpt.disk import disk_of
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import POLL_SECONDS, share
 from mt_ckpt.manifest import MANIFEST, step_of
@@ -60,6 +61,7 @@ def _try_share(target: Path, again: Path) -> BinaryIO | None:
 
 
 def _choose(folder: Path, step: int | None) -> Path:
+    disk = disk_of(folder)
     if step is not None:
         check_type("step", step, int)
         steps = committed_steps(folder)
@@ -69,9 +71,9 @@ def _choose(folder: Path, step: int | None) -> Path:
                 f"{folder} has no checkpoint of step {step!r} (there: {have})", file=str(folder)
             )
         return steps[step]
-    if step_of(folder) is not None or any((folder / name).exists() for name in _STEP_FILES):
+    if step_of(folder) is not None or any(disk.exists(folder / name) for name in _STEP_FILES):
         return folder
-    if not folder.is_dir():
+    if not disk.is_folder(folder):
         raise CheckpointError(f"{folder}: no such checkpoint directory", file=str(folder))
     found = latest_checkpoint(folder)
     if found is None:

@@ -21,12 +21,11 @@ from mt_files import (
     MissingFileError,
     SchemaError,
     build,
-    open_file,
-    read_bytes,
     shorten,
 )
 
 from mt_ckpt.array import ArraySpec, group_names
+from mt_ckpt.disk import disk_of
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.shard import check_name
 from mt_ckpt.value import (
@@ -245,7 +244,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         CheckpointError: The manifest is missing, damaged, foreign, or newer than this mt-ckpt.
     """
     with _manifest_errors(checkpoint) as path:
-        data = read_bytes(path, limit=MAX_BYTES, within=checkpoint)
+        data = disk_of(path).read(path, limit=MAX_BYTES, within=checkpoint)
     if problem := too_large(data):
         raise _damaged(path, problem)
     body = _parse(path, _unseal(path, data))
@@ -275,14 +274,14 @@ def open_manifest(checkpoint: Path) -> BinaryIO:
         CheckpointError: It is missing (caused by a `MissingFileError`), or is no plain file.
     """
     with _manifest_errors(checkpoint) as path:
-        return open_file(path, within=checkpoint)
+        return disk_of(path).open(path, within=checkpoint)[0]
 
 
 @contextlib.contextmanager
 def _manifest_errors(checkpoint: Path) -> Iterator[Path]:
     """Yield the path of the manifest, and turn file errors into CheckpointErrors."""
     path = checkpoint / MANIFEST
-    if not checkpoint.is_dir():
+    if not disk_of(checkpoint).is_folder(checkpoint):
         error = MissingFileError(checkpoint, "no such checkpoint directory")
         raise CheckpointError(str(error), file=str(checkpoint)) from error
     if path.is_symlink():

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from mt_files import FileError, FolderLock, MissingFileError, read_bytes
+from mt_files import FileError, FolderLock, MissingFileError
 
-from mt_ckpt.disk import Disk, create_file, disk_errors, remove_tree, sync
+from mt_ckpt.disk import Disk, create_file, disk_errors, disk_of, remove_tree, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, check_step, claimed_step, step_name, step_of
@@ -39,11 +39,13 @@ def lock_root(root: Path, *, purpose: str) -> Iterator[None]:
 
 def committed_steps(root: Path) -> dict[int, Path]:
     """Return the committed step directories, oldest step first."""
-    if not root.is_dir():
+    disk = disk_of(root)
+    if not disk.is_folder(root):
         return {}
     with disk_errors("list", root):
-        found = {step: path for path in root.iterdir() if (step := step_of(path)) is not None}
-    return {step: path for step, path in sorted(found.items()) if (path / MANIFEST).exists()}
+        names = disk.names(root)
+    found = {step: root / name for name in names if (step := step_of(root / name)) is not None}
+    return {step: path for step, path in sorted(found.items()) if disk.exists(path / MANIFEST)}
 
 
 def named_checkpoint(root: Path) -> Path | None:
@@ -68,7 +70,7 @@ def named_checkpoint(root: Path) -> Path | None:
 
 def _read_latest(root: Path) -> bytes | None:
     try:
-        return read_bytes(root / LATEST, limit=_LATEST_BYTES, within=root)
+        return disk_of(root).read(root / LATEST, limit=_LATEST_BYTES, within=root)
     except MissingFileError:
         return None
     except FileError as error:
@@ -119,14 +121,15 @@ def clean(root: str | Path) -> list[Path]:
     if not _leftovers(root):  # most often, and then nothing is written, not even a lock
         return []
     with lock_root(root, purpose="removing the leftovers of killed saves"):
-        return remove_leftovers(Disk(), root)
+        return remove_leftovers(disk_of(root), root)
 
 
 def _leftovers(root: Path) -> list[Path]:
-    if not root.is_dir():
+    disk = disk_of(root)
+    if not disk.is_folder(root):
         return []
     with disk_errors("list", root):
-        return [path for path in root.iterdir() if _STALE.fullmatch(path.name)]
+        return [root / name for name in disk.names(root) if _STALE.fullmatch(name)]
 
 
 def remove_leftovers(disk: Disk, root: Path) -> list[Path]:
@@ -135,15 +138,15 @@ def remove_leftovers(disk: Disk, root: Path) -> list[Path]:
     for path in list(stale):
         name, kind = cast("re.Match[str]", _STALE.fullmatch(path.name)).groups()
         # A save was killed after it moved the first checkpoint aside and before its rename.
-        whole = kind == "old" and (path / MANIFEST).exists()
-        if whole and not (root / LATEST).exists() and not (root / name).exists():
+        whole = kind == "old" and disk.exists(path / MANIFEST)
+        if whole and not disk.exists(root / LATEST) and not disk.exists(root / name):
             with disk_errors("rename", path):
                 disk.rename(path, root / name)
             sync(disk, root)
             stale.remove(path)
             continue
         with disk_errors("remove", path):
-            if path.is_dir() and not path.is_symlink():
+            if disk.is_folder(path) and not path.is_symlink():
                 remove_tree(disk, path)
             else:
                 disk.unlink(path)
@@ -196,7 +199,7 @@ def retain(disk: Disk, root: Path, keep: int, step: int, *, after: int | None) -
     given_up = [number for number in steps if after is not None and after < number < step]
     order = [*given_up, *(number for number in steps if number not in given_up)]
     with disk_errors("look at the steps in", root):
-        committed = [(path / MANIFEST).stat().st_mtime for path in steps.values()]
+        committed = [disk.modified(path / MANIFEST) for path in steps.values()]
     superseded = dict(zip(steps, committed[1:], strict=False))
     for number in order[:-keep]:
         with claim(steps[number], superseded=superseded[number]) as free:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from mt_files import Checks, shorten
 
+from mt_ckpt.disk import disk_of
 from mt_ckpt.manifest import MANIFEST
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -52,7 +53,7 @@ class RunFolder:
     @classmethod
     def of(cls, path: Path) -> RunFolder:
         """Return the run that a step directory belongs to; any other folder is a run itself."""
-        is_step = (path / MANIFEST).exists()
+        is_step = disk_of(path).exists(path / MANIFEST)
         return cls(path.resolve().parents[1] if is_step else path)
 
 

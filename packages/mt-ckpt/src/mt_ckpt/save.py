@@ -232,7 +232,7 @@ class Save:
                 file=str(named),
             )
         steps = committed_steps(self.root)
-        if self.step not in steps and final.exists():
+        if self.step not in steps and self.disk.exists(final):
             raise CheckpointError(
                 f"{final} exists and is no checkpoint of mt-ckpt; remove or rename it",
                 file=str(final),
@@ -243,7 +243,7 @@ class Save:
         """Write and sync the packs of this rank and the chunks of its boxes, on every rank."""
         self.event("save.arrays")
         temp = self.root / plan["temp"]
-        if not temp.is_dir():
+        if not self.disk.is_folder(temp):
             raise CheckpointError(
                 f"{temp}, which rank 0 has created, is not visible on this rank: root has to be "
                 "on a file system that all ranks share",
@@ -331,7 +331,7 @@ class Save:
             remove_tree(self.disk, self.temp)
         if self.old is not None:
             final = self.root / step_name(self.step)
-            if final.exists():  # the new checkpoint is complete; a later step failed
+            if self.disk.exists(final):  # the new checkpoint is complete; a later step failed
                 remove_tree(self.disk, self.old)
             else:
                 with contextlib.suppress(OSError):

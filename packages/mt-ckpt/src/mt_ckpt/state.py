@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mt_ckpt.array import ArraySpec
-from mt_ckpt.disk import Disk, disk_errors, make_folders
+from mt_ckpt.disk import disk_errors, disk_of, make_folders
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest, step_of
@@ -63,7 +63,8 @@ def save(
         raise TypeError(f"state must be a dict, not {type(state).__name__}")
     writer = _Writer()
     encoded = writer.encode(state, (), "state")
-    root, disk = Path(path), Disk()
+    root = Path(path)
+    disk = disk_of(root)
     make_folders(disk, root)
     with lock_root(root, purpose="saving"):
         _check_ours(root)
@@ -133,11 +134,11 @@ def _check_ours(root: Path) -> None:
     """Refuse a folder with other contents, as a run's checkpoints would be removed."""
     with disk_errors("list", root):
         odd = sorted(
-            path.name
-            for path in root.iterdir()
-            if path.name not in (LATEST, LOCK)
-            and step_of(path) is None
-            and not path.name.startswith((".step_", ".latest."))
+            name
+            for name in disk_of(root).names(root)
+            if name not in (LATEST, LOCK)
+            and step_of(root / name) is None
+            and not name.startswith((".step_", ".latest."))
         )
     if not odd and (newest := latest_checkpoint(root)) is not None:
         _encoded(newest, read_manifest(newest))

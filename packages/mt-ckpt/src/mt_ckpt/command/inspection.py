@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mt_files import read_json, say, shorten
+from mt_files import parse_json, say, shorten
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.command.place import checkpoints_of
+from mt_ckpt.disk import disk_of
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.exchange.arrays import bytes_of
 from mt_ckpt.hold import hold_checkpoint
@@ -78,7 +79,7 @@ class Verify:
     def run(self) -> int:
         """Run the command."""
         path = checkpoints_of(self.path)
-        if not path.is_dir():
+        if not disk_of(path).is_folder(path):
             raise CheckpointError(f"{path}: no such checkpoint directory", file=str(path))
         if self.step is not None:
             with hold_checkpoint(path, self.step) as found:
@@ -105,7 +106,9 @@ def _verify(path: Path) -> int:
 
 def _writers(checkpoint: Path) -> dict[str, str]:
     """Return the versions of the programs that wrote a checkpoint, whose seal was checked."""
-    body = read_json(checkpoint / MANIFEST, limit=_MANIFEST_BYTES, within=checkpoint)
+    path = checkpoint / MANIFEST
+    content = disk_of(path).read(path, limit=_MANIFEST_BYTES, within=checkpoint)
+    body = parse_json(content, name=path)
     versions = body.get("versions")
     return versions if isinstance(versions, dict) else {}
 

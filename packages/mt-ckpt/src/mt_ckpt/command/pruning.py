@@ -13,7 +13,7 @@ from mt_files import FolderLock, LockedError, say
 
 from mt_ckpt.command.inspection import size_text
 from mt_ckpt.command.place import checkpoints_of
-from mt_ckpt.disk import Disk, list_files, remove_tree, sync
+from mt_ckpt.disk import disk_of, remove_tree, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.root import committed_steps, latest_checkpoint, lock_root, set_aside
@@ -49,7 +49,7 @@ class Prune:
         with contextlib.nullcontext() if self.dry_run else _owned(root):
             going = self._going(root, steps)
             for path in going.values():
-                say(f"{path}  {size_text(sum(list_files(path)[0].values()))}")
+                say(f"{path}  {size_text(sum(disk_of(path).files(path)[0].values()))}")
             if not going:
                 say(f"{root}: nothing to remove, {len(steps)} steps are kept")
             if not going or self.dry_run:
@@ -115,7 +115,7 @@ def _confirmed(question: str) -> bool:
 
 def _remove(root: Path, path: Path) -> bool:
     """Remove a step directory, and return whether nobody reads it."""
-    disk = Disk()
+    disk = disk_of(root)
     with claim(path, superseded=time.time()) as free:
         if free:
             aside = set_aside(disk, path)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from mt_files import FileError, open_file
+from mt_files import FileError
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.digest import CRC_BYTES, Sums, crc32c, digest_of
-from mt_ckpt.disk import list_files
+from mt_ckpt.disk import disk_of
 from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.manifest import MANIFEST, Manifest, other_step, read_manifest
 from mt_ckpt.stored.chunk import BLOCK_BYTES
@@ -26,7 +25,7 @@ _ADVICE = "Load another step, or restore the files from a copy."
 
 def inventory(path: Path, manifest: Manifest) -> list[Problem]:
     """Compare the directory with the manifest."""
-    found, odd = list_files(path)
+    found, odd = disk_of(path).files(path)
     problems = [
         Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
         for name, reason in sorted(odd.items())
@@ -73,8 +72,8 @@ def damage(
 def _opened(path: Path, manifest: Manifest, name: str) -> Iterator[BinaryIO]:
     """Open a file of the recorded size, and turn every OSError into a DamageError."""
     try:
-        with open_file(path / name, within=path) as stream:
-            size = os.fstat(stream.fileno()).st_size
+        stream, size = disk_of(path).open(path / name, within=path)
+        with stream:
             if size != manifest.files[name].size:
                 raise damage(path, manifest, name, _wrong_size(size, manifest.files[name]))
             yield stream
