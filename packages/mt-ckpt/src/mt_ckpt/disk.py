@@ -96,6 +96,12 @@ class Disk:
         """Write a part of `data`, and return its size."""
         return os.write(descriptor, data)
 
+    def begin_sync(self, descriptor: int) -> None:
+        """Begin to move a file to the disk, without a wait; `fsync` then has less to wait for."""
+        if hasattr(os, "posix_fadvise"):
+            # Linux starts the write-back of the dirty pages, which stay in memory meanwhile.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
     def close(self, descriptor: int) -> None:
         """Close a file."""
         os.close(descriptor)
@@ -148,6 +154,7 @@ def write_blocks(
                 rest = block
                 while rest:  # the system may write less than asked
                     rest = rest[disk.write(descriptor, rest) :]
+            disk.begin_sync(descriptor)
         finally:
             disk.close(descriptor)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -250,26 +249,22 @@ class Save:
                 file=str(temp),
             )
 
-        def write(task: tuple[TensorShard, tuple[int, ...], ArraySpec] | Path) -> list[Any] | None:
-            if isinstance(task, Path):  # a document, which is on the disk before its folder is
-                return sync(self.disk, task)
+        def write(task: tuple[TensorShard, tuple[int, ...], ArraySpec]) -> list[Any]:
             chunk = ChunkWriter(*task)
             path = temp / chunk.path
             write_blocks(self.disk, path, chunk.blocks(), size=chunk.size, total=plan["total"])
-            sync(self.disk, path)
             return [chunk.path, chunk.size, chunk.sums.digest, chunk.slice_sums]
 
         records: dict[str, list[Any]] = {}
         for pack in gathering.own:
             content, offsets = gathering.content(pack, step=self.step)
             create_file(self.disk, temp / pack.file, content, total=plan["total"])
-            sync(self.disk, temp / pack.file)
             records[pack.file] = [len(content), digest_of(content), "", offsets]
-        documents = [temp / path for path in self.files]  # on rank 0
-        tasks = itertools.chain(self.chunks(), documents)
-        written = in_threads(write, tasks, threads=self.disk.threads)
-        records |= {item[0]: item[1:] for item in written if item is not None}
-        folders = {parent for path in (*self.files, *records) for parent in Path(path).parents}
+        written = in_threads(write, self.chunks(), threads=self.disk.threads)
+        records |= {item[0]: item[1:] for item in written}
+        files = [*self.files, *records]  # self.files: the documents, on rank 0
+        sync_all(self.disk, (temp / path for path in files))
+        folders = {parent for path in files for parent in Path(path).parents}
         sync_all(self.disk, (temp / folder for folder in sorted(folders - {Path()})))
         self.event("save.data")
         return records
