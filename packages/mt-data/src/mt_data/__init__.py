@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from mt_data.datasets.packing import best_fit as best_fit
     from mt_data.datasets.pairs import PairDataset as PairDataset
     from mt_data.datasets.prefetch import Prefetcher as Prefetcher
+    from mt_data.datasets.shards import ShardedDataset as ShardedDataset
     from mt_data.datasets.spans import SpanCorruption as SpanCorruption
     from mt_data.datasets.spans import SpanDataset as SpanDataset
     from mt_data.datasets.spans import SpanVocabulary as SpanVocabulary
@@ -66,6 +67,10 @@ if TYPE_CHECKING:
     from mt_data.documents.split import split_files as split_files
     from mt_data.documents.split import split_ranges as split_ranges
     from mt_data.merge import merge_datasets as merge_datasets
+    from mt_data.shards import ShardPlan as ShardPlan
+    from mt_data.shards import Shards as Shards
+    from mt_data.shards import build_shards as build_shards
+    from mt_data.shards import shard_prefix as shard_prefix
     from mt_data.storage.objects import url_of as url_of
     from mt_data.storage.writer import IndexedWriter as IndexedWriter
 else:

@@ -22,6 +22,7 @@ from mt_train.config.document import COMMAND_LINE
 from mt_train.config.limits import listed
 from mt_train.config.loading import LoadedConfig, load_config
 from mt_train.data.corpus import split_corpus
+from mt_train.data.shards import plan_of
 from mt_train.problem import ConfigError
 from mt_train.session.run import Outcome, run
 from mt_train.training.hardware import bf16_speedup
@@ -72,7 +73,9 @@ def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> Outcome:
     final = outcome.evaluation
     if final is None or env.rank != 0:
         return outcome
-    held_out = b"".join(document.text.encode() for document in split_corpus(loaded)[1]())
+    plan = plan_of(loaded)
+    _, read = split_corpus(loaded) if plan is None else plan.split(0)
+    held_out = b"".join(document.text.encode() for document in read())
     bits = {
         "mt": final["bits_per_byte"],
         "lzma": 8 * len(lzma.compress(held_out, preset=9 | lzma.PRESET_EXTREME)) / len(held_out),

@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, get_args
@@ -108,7 +108,7 @@ def read_documents(
         raise DataError("standard input can't be read in parts; give files")
     mine = cut(files, part, partial(_is_cut_by_lines, format=format))
     sources = digest_of(files, key, format, encoding_errors)
-    return DocumentReader(mine, format, policy, {**asdict(part), "sources": sources})
+    return DocumentReader(mine, format, policy, {**part.record, "sources": sources})
 
 
 class DocumentReader(Iterator[Document]):
@@ -182,13 +182,14 @@ class DocumentReader(Iterator[Document]):
                 encoding_errors=policy.encoding_errors,
             )
             for number, record in records:
-                where = f"{name}:{number}"
+                where = source.place(number)
                 try:
                     text = _text_of(record, where, policy)
                 except DataFileError as error:
                     policy.refuse(error)
                 else:
-                    yield Document(path=name, text=text, line=number)
+                    line = number if source.is_numbered else None
+                    yield Document(path=name, text=text, line=line)
 
 
 def _read_text(file: BinaryIO, name: str, policy: _Policy) -> Document:

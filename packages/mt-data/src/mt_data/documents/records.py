@@ -65,36 +65,45 @@ def read_records(
     """
     name = source.name
     if format == "jsonl":
-        return _numbered_lines(file, name, begin=source.begin, end=source.end)
+        return _numbered_lines(file, source)
     if format == "json":
         return _Values(file, name, encoding_errors)
     return _rows(file, name, columns, format)
 
 
-def _numbered_lines(
-    file: BinaryIO, name: str, *, begin: int = 0, end: int | None = None
-) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank and begin in bytes [begin, end), with their numbers.
+def _numbered_lines(file: BinaryIO, source: SourceFile) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank and begin in the part, with their numbers.
 
     Raises:
         DataFileError: A line is longer than `MAX_LINE`.
     """
-    number = _skip_lines(file, begin)
+    begin, end = source.begin, source.end
+    number = _skip_lines(file, begin, counts=source.is_numbered)
+    is_first = begin == 0
     while (end is None or file.tell() < end) and (line := file.readline(MAX_LINE + 1)):
         number += 1
         if len(line) > MAX_LINE:
-            raise DataFileError(f"{name}:{number}", f"the line is longer than {MAX_LINE} bytes")
-        if number == 1:
+            text = f"the line is longer than {MAX_LINE} bytes"
+            raise DataFileError(source.place(number), text)
+        if is_first:
             line = line.removeprefix(codecs.BOM_UTF8)
+        is_first = False
         line = line.rstrip(b"\r\n")
         if line.strip():
             yield number, line
 
 
-def _skip_lines(file: BinaryIO, begin: int) -> int:
-    """Go to the first line that begins at byte `begin` or behind it; return how many are before."""
+def _skip_lines(file: BinaryIO, begin: int, *, counts: bool) -> int:
+    """Go to the first line that begins at byte `begin` or behind it.
+
+    Returns:
+        Number of lines before it; 0 if they are not counted.
+    """
     count = 0
     left = begin - 1
+    if left > 0 and not counts:
+        file.seek(left)
+        left = 0
     while left > 0 and (content := file.read(min(left, _CHUNK))):
         count += content.count(b"\n")
         left -= len(content)
@@ -102,7 +111,7 @@ def _skip_lines(file: BinaryIO, begin: int) -> int:
         while (content := file.readline(_CHUNK)) and not content.endswith(b"\n"):
             pass
         count += 1
-    return count
+    return count if counts else 0
 
 
 class _Values:

@@ -42,6 +42,8 @@ class SourceFile:
         begin: Of a file of lines that is read in parts, the byte where the part begins.
         end: The byte where it ends: the part has the lines that begin in [begin, end). None means
             the whole file.
+        is_numbered: Whether lines have their numbers in the file, for which all before `begin` is
+            read; else in the part.
     """
 
     path: Path | None
@@ -50,6 +52,13 @@ class SourceFile:
     within: Path | None = None
     begin: int = 0
     end: int | None = None
+    is_numbered: bool = True
+
+    def place(self, number: int) -> str:
+        """Return the place of a line or record, for messages."""
+        if self.is_numbered:
+            return f"{self.name}:{number}"
+        return f"{self.name}, line {number} from byte {self.begin} on"
 
     @property
     def ending(self) -> str:

@@ -11,6 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
@@ -22,23 +23,33 @@ from mt_data import (
     Document,
     HeldOut,
     IndexedDataset,
+    Shards,
     build_corpus,
     cut_document,
     read_documents,
-    standard_library_sources,
+    shard_prefix,
 )
-from mt_files import FileError, read_json, sync, write_file
+from mt_files import sync, write_file
 from mt_model import ModelConfig
 from mt_tokenizer import DEFAULT_SPECIAL, Tokenizer, load_tokenizer, train_tokenizer
 
 from mt_train.config.kinds.section import TOKEN_FILES, Sources
-from mt_train.config.loading import STANDARD_LIBRARY, LoadedConfig
+from mt_train.config.loading import LoadedConfig
 from mt_train.config.run_config import RunConfig
+from mt_train.data.shards import (
+    DESCRIPTION,
+    SHARD_BYTES,
+    corpus_files,
+    described,
+    described_shards,
+    is_made,
+    plan_of,
+    shards_of,
+)
 
 _Documents: TypeAlias = Callable[[], Iterator[Document]]
-_DESCRIPTION = "corpus.json"
-_MAX_BYTES = 1 << 20
-_OF_TRAIN = ("phases",)  # keys that say nothing of a corpus, and that older descriptions lack
+# Keys that say nothing of a corpus, or stand in its description under `shards`.
+_OTHER_KEYS = ("phases", "shard_bytes", "build")
 _DECIDE_TOKENIZER = ("seed", "vocab_size", "pattern", "tokenizer")
 
 
@@ -63,12 +74,15 @@ class Corpus:
         train: Prefixes of `.bin/.idx` files.
         weights: Blend weights, empty when prefixes count by their size.
         validation: Prefixes of each set of held-out tokens, by its name; a single set has none.
+        shards: All of the training tokens, of which `train` has the first shard; None for tokens
+            that are there as a whole.
     """
 
     tokenizer: Path | None
     train: tuple[Path, ...]
     weights: tuple[float, ...]
     validation: Mapping[str, tuple[Path, ...]]
+    shards: Shards | None = None
 
     @property
     def prefixes(self) -> list[Path]:
@@ -99,20 +113,32 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
             validation={n: tuple(map(Path, each)) for n, each in data.validation_sets.items()},
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
-    others = (*data.own_keys(), *_OF_TRAIN)  # of the rows, not of the tokens
+    others = (*data.own_keys(), *_OTHER_KEYS)  # of the rows, not of the tokens
     of_tokens = {name: value for name, value in asdict(data).items() if name not in others}
     description = {"seed": loaded.config.training.seed, **of_tokens}
     if data.special_tokens and given is None:
         description["special"] = data.special_tokens
     description = json.loads(json.dumps(description))  # tuples become lists, as when read back
     folder = out / "data"
-    if _described(folder) != description:
+    if not is_made(data, folder, description):
         if folder.exists() and latest_checkpoint(RunFolder(out).checkpoints) is not None:
             given = _kept_tokenizer(loaded, folder, description)
-            digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
+            other = {} if data.shard_bytes == SHARD_BYTES else {"shard_bytes": data.shard_bytes}
+            digest = hashlib.sha256(json.dumps(description | other).encode()).hexdigest()
             folder = out / f"data-{digest[:8]}"
-        if _described(folder) != description:
+        if not is_made(data, folder, description):
             _build(loaded, folder, description, given)
+    shards = shards_of(folder)
+    if shards is not None:
+        if data.build == "before":
+            shards.build(folder / "tokenizer.json", eod=data.eod)
+        return Corpus(
+            tokenizer=folder / "tokenizer.json",
+            train=(shard_prefix(folder, 0),),
+            weights=(),
+            validation={"": (Path(f"{shard_prefix(folder, 0)}-validation"),)},
+            shards=shards,
+        )
     return Corpus(
         tokenizer=folder / "tokenizer.json",
         train=(folder / "train",),
@@ -121,11 +147,21 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
     )
 
 
+@contextmanager
+def building(loaded: LoadedConfig, corpus: Corpus) -> Iterator[None]:
+    """Build the shards of a corpus that are missing beside the block, on one rank of a node."""
+    if corpus.shards is None or corpus.tokenizer is None:
+        yield
+        return
+    with corpus.shards.building(corpus.tokenizer, eod=loaded.config.data.eod):
+        yield
+
+
 def _kept_tokenizer(loaded: LoadedConfig, folder: Path, description: dict[str, Any]) -> Path:
     """Return the tokenizer of the run's first corpus, if another corpus can be made with it."""
-    built = _described(folder)
+    built = described(folder)
     if built is None:
-        text = f"{folder / _DESCRIPTION} is missing or damaged, so it is not known what the tokens "
+        text = f"{folder / DESCRIPTION} is missing or damaged, so it is not known what the tokens "
         text += f"beside it are; restore it, or remove {folder} to build them again"
         raise loaded.error("data.corpus", text)
     for name in _DECIDE_TOKENIZER:
@@ -138,7 +174,7 @@ def _kept_tokenizer(loaded: LoadedConfig, folder: Path, description: dict[str, A
 
 
 def split_corpus(loaded: LoadedConfig) -> tuple[_Documents, _Documents]:
-    """Hold out a share of the corpus's documents, chosen by a hash of each one's name.
+    """Hold out a share of the documents of a corpus without shards, by a hash of each one's name.
 
     Of a single document the last lines are held out.
 
@@ -146,11 +182,7 @@ def split_corpus(loaded: LoadedConfig) -> tuple[_Documents, _Documents]:
         Two functions that read the training documents and the held-out ones, one by one.
     """
     data, seed = loaded.config.data, loaded.config.training.seed
-    if data.corpus is None:
-        raise loaded.error("data.corpus", "missing; there are no documents to split")
-    is_library = data.corpus == STANDARD_LIBRARY
-    source = standard_library_sources()[: data.max_files] if is_library else Path(data.corpus)
-    read = partial(read_documents, source, glob=data.glob)
+    read = partial(read_documents, corpus_files(loaded), glob=data.glob)
     first = list(islice(read(), 2))
     if not first:
         raise loaded.error("data.corpus", f"no document matches data.glob {data.glob!r}")
@@ -170,20 +202,12 @@ def split_corpus(loaded: LoadedConfig) -> tuple[_Documents, _Documents]:
     return partial(documents, held_out=False), partial(documents, held_out=True)
 
 
-def _described(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of a folder of tokens; None if they can't be read."""
-    try:
-        described = read_json(folder / _DESCRIPTION, limit=_MAX_BYTES, within=folder.parent)
-    except FileError:
-        return None
-    return described if isinstance(described, dict) else None
-
-
 def _build(
     loaded: LoadedConfig, folder: Path, description: dict[str, Any], given: Path | None
 ) -> None:
     data = loaded.config.data
-    train, held_out = split_corpus(loaded)
+    plan = plan_of(loaded)
+    train, held_out = split_corpus(loaded) if plan is None else plan.split(0)
     for stale in folder.parent.glob(".data*.tmp-*"):  # of a build that was killed
         if stale.is_dir() and not stale.is_symlink():
             shutil.rmtree(stale, ignore_errors=True)
@@ -197,9 +221,13 @@ def _build(
             special = (*DEFAULT_SPECIAL, *data.special_tokens)
             tokenizer = train_tokenizer(texts, data.vocab_size, special, pattern=data.pattern)
         tokenizer.save(scratch / "tokenizer.json")
-        build_corpus(train(), scratch / "train", tokenizer)
-        build_corpus(held_out(), scratch / "validation", tokenizer)
-        write_file(scratch / _DESCRIPTION, json.dumps(description))
+        if plan is None:
+            build_corpus(train(), scratch / "train", tokenizer)
+            build_corpus(held_out(), scratch / "validation", tokenizer)
+        else:
+            plan.build(0, scratch, tokenizer)
+        description = description | described_shards(loaded, plan)
+        write_file(scratch / DESCRIPTION, json.dumps(description))
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
     finally:
@@ -261,6 +289,7 @@ def sources_of(
         num_samples=training.steps * training.global_batch_size,
         stride=config.evaluation.stride,
         orders=out / "orders",
+        shards=corpus.shards,
     )
 
 

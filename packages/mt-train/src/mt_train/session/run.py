@@ -27,7 +27,7 @@ from mt_parallel_state import (
 from mt_train.agreement import summed
 from mt_train.config.kinds.section import Sources
 from mt_train.config.loading import LoadedConfig, to_yaml
-from mt_train.data.corpus import sources_of
+from mt_train.data.corpus import building, sources_of
 from mt_train.parts.registry import wanted_parts
 from mt_train.reporting.board import Board
 from mt_train.reporting.console import make_console
@@ -105,6 +105,8 @@ def run(
         )
         with ExitStack() as held:
             basis = prepare_on_all_ranks(loaded, out, state, env, stack, held)
+            if env.local_rank == 0:
+                stack.enter_context(building(loaded, basis.corpus))
             session = _Session(loaded, out, state, basis, stop, on_event)
         if check is None and wait is not None:
             stack.enter_context(report_hangs(seconds=wait, hint=_HANG_HINT))

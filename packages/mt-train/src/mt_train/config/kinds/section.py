@@ -15,7 +15,7 @@ from mt_train.config.kinds.phases import PhaseSection, phase_problems, share_pro
 from mt_train.config.limits import path_field
 
 if TYPE_CHECKING:  # checking a file takes no torch, and no numpy for rows
-    from mt_data import GPTDataset, InOrder, RowDataset, Rows
+    from mt_data import GPTDataset, InOrder, RowDataset, Rows, Shards
     from mt_model import ModelConfig
     from mt_tokenizer import Tokenizer
 
@@ -41,6 +41,7 @@ class Sources:
         num_samples: Number of samples of the whole run.
         stride: `evaluation.stride`.
         orders: Folder for files with the orders of large data sets, which ranks share.
+        shards: The training tokens of a corpus in shards, of which `train` names the first.
     """
 
     train: tuple[Path, ...]
@@ -53,6 +54,7 @@ class Sources:
     num_samples: int
     stride: int | None = None
     orders: Path | None = None
+    shards: Shards | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,15 @@ class DataSection:
         vocab_size: Vocabulary size of the tokenizer that mt-train trains on the corpus.
         pattern: Rule by which that tokenizer splits text into words: `gpt2`, or `code`, which keeps
             runs of spaces together.
-        validation_fraction: Share of the corpus's documents to hold out.
+        validation_fraction: Share of the corpus's documents to hold out. Of a corpus in shards the
+            ones of the first shard are evaluated.
+        shard_bytes: Size from which running text of a corpus is built in shards, and the size of a
+            shard in bytes of the source. Each is a sample of the whole corpus, and an epoch reads
+            them one after the other, each in an order of its own; a tokenizer is trained on the
+            first. With `max_files` there is one.
+        build: When the shards are built: `before` the first step, or `ahead`: training begins when
+            the first one is ready, and waits where it needs one that is not. The numbers are the
+            same, and a run that was killed goes on with the missing shards.
         train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`: paths, or URLs of an
             object store such as `s3://bucket/corpus`.
         weights: Share of each entry of `train` in a batch; by default proportional to its number of
@@ -118,6 +128,7 @@ class DataSection:
     feeds_encoder: ClassVar[bool] = False  # rows have `encoder_tokens`
     has_few_labels: ClassVar[bool] = False  # the speed counts all tokens
     overlaps: ClassVar[bool] = False  # held-out rows overlap by `evaluation.stride`
+    reads_shards: ClassVar[bool] = False  # rows of a corpus in shards need only the first ones
 
     corpus: str | None = None
     glob: str = "**/*.py"
@@ -125,6 +136,8 @@ class DataSection:
     vocab_size: int = 4096
     pattern: Literal["gpt2", "code"] = "gpt2"
     validation_fraction: float = 0.05
+    shard_bytes: int = 1 << 25
+    build: Literal["before", "ahead"] = "before"
     train: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     phases: tuple[PhaseSection, ...] = ()
@@ -137,6 +150,7 @@ class DataSection:
         checks.at_least(2, "max_files")
         checks.at_least(257, "vocab_size")
         checks.at_most(MAX_TOKENIZER, "vocab_size")
+        checks.at_least(1024, "shard_bytes")
         checks.above(0, "validation_fraction")
         checks.fraction("validation_fraction")
         if not checks.errors:
@@ -152,6 +166,11 @@ class DataSection:
                 "is for data.train; of data.corpus a share is held out (data.validation_fraction)"
             )
             checks.add("validation", f"{text}. Leave it out")
+        if self.build == "ahead" and self.corpus is None:
+            checks.add("build", "ahead is for texts that data.corpus names; leave it out")
+        if self.build == "ahead" and not self.reads_shards:
+            text = f"ahead is not for data.kind {self.kind}, whose rows need the whole corpus; "
+            checks.add("build", text + "leave it out, or use text")
         for name in self.validation if isinstance(self.validation, Mapping) else ():
             if not _SET_NAME.fullmatch(name):
                 text = f"{shorten(name)} is no name of a set; use letters, digits, '.', '_' and '-'"

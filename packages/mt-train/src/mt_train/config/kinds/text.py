@@ -7,14 +7,22 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from mt_files import Checks, RowField, shorten
 
 from mt_train.config.kinds.section import DataSection, HeldOutRows, Sources, packing_misfits
 
 if TYPE_CHECKING:
-    from mt_data import GPTDataset, IndexedDataset, RowDataset, Rows, TokenRanges
+    from mt_data import (
+        GPTDataset,
+        IndexedDataset,
+        RowDataset,
+        Rows,
+        ShardedDataset,
+        Shards,
+        TokenRanges,
+    )
     from mt_model import ModelConfig
 
     from mt_train.config.run_config import RunConfig
@@ -75,6 +83,7 @@ class TextData(DataSection):
     type_name: ClassVar[str] = "text"
     needs_tokenizer: ClassVar[bool] = False
     overlaps: ClassVar[bool] = True
+    reads_shards: ClassVar[bool] = True
 
     split: str | None = None
     order: Literal["stable", "megatron"] = "stable"
@@ -140,9 +149,11 @@ class TextData(DataSection):
         return "shortfall" if self.order == "megatron" else "split"
 
     def datasets(self, sources: Sources) -> list[GPTDataset | RowDataset]:
-        """Open all paths of `train`, each with its part of `split`."""
+        """Open all paths of `train`, each with its part of `split`, or the shards of a corpus."""
         from mt_data import IndexedDataset
 
+        if sources.shards is not None:
+            return [cast("GPTDataset", self._sharded(sources, sources.shards))]
         indexed = [IndexedDataset(prefix) for prefix in sources.train]
         shares = sources.weights or [int(each.num_tokens) for each in indexed]
         return [
@@ -159,6 +170,20 @@ class TextData(DataSection):
             )
             for each, share in zip(indexed, shares, strict=True)
         ]
+
+    def _sharded(self, sources: Sources, shards: Shards) -> ShardedDataset:
+        """Open a corpus in shards, of which the first is there."""
+        from mt_data import ShardedDataset
+
+        return ShardedDataset(
+            shards.open,
+            partial(self._samples(sources), order_folder=sources.orders),
+            count=shards.plan.count,
+            sequence_length=sources.sequence_length,
+            seed=sources.seed,
+            identity=shards.identity,
+            num_tokens=shards.plan.size,
+        )
 
     def _samples(self, sources: Sources) -> Callable[..., GPTDataset]:
         """Return what makes the samples of a path."""
