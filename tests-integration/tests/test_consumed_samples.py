@@ -1,0 +1,190 @@
+"""A run that is killed, and goes on with other layouts, consumes what an undisturbed one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+from mt_data import BatchSampler, IndexedDataset
+from mt_testing import KillAt, RankDied
+
+STEPS, BATCH, LENGTH = 24, 8, 64
+OPTIONS = (
+    f"training={{steps: {STEPS}, global_batch_size: {BATCH}, micro_batch_size: 2, "
+    f"sequence_length: {LENGTH}, dtype: fp32}}",
+    "model.num_layers=2",
+    "checkpoint={every: 3, keep: 2}",
+    "evaluation={every: 10, max_windows: 4}",
+    "logging.every=1",
+)
+LAYOUTS = ((1, ""), (2, "dp"), (2, "tp"), (2, "pp"), (2, "cp"), (4, "dp"))
+POINTS = ("train.forward_backward", "train.update", "evaluate.chunk", "save.data", "save.manifest")
+SHARDS = 6
+SCENES = ("phases", "ahead")
+# Each case has ten kills; CI has two in each scene.
+CASES = [
+    pytest.param(scene, seed, kills, marks=marks)
+    for scene in SCENES
+    for seed, kills, marks in (
+        (0, 2, ()),
+        *((n, 10, pytest.mark.campaign) for n in range(1, 11)),
+    )
+]
+
+
+class Recorder:
+    """A sampler's record of each sample that it reads: its number in the run, and its tokens."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def sampler(self) -> type[BatchSampler]:
+        """Return a `BatchSampler` that writes a line for each step."""
+        path = self.path
+
+        class RecordingSampler(BatchSampler):
+            def step(self, step):
+                batches = super().step(step)
+                numbers = [int(number) for ids in self.sample_ids(step) for number in ids]
+                rows = {n: blake2b(bytes(self.dataset.sample(n))).hexdigest() for n in numbers}
+                with path.open("a") as file:
+                    file.write(json.dumps({"step": step, "rows": rows}) + "\n")
+                return batches
+
+        return RecordingSampler
+
+
+def kill_after(seconds: float) -> Callable[[], None]:
+    """Return a function that kills its process at some moment, in whatever it does then."""
+
+    def start() -> None:
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+
+    return start
+
+
+def train(tiny, out, log, overrides, layout, *, on_event=None, begin=None, rank=0) -> None:
+    """Train on the ranks of a layout, which record what they read."""
+    nproc, axis = layout
+    split = [f"parallel.{axis}={nproc}"] if axis in ("tp", "pp", "cp") else []
+    micro = ["training.micro_batch_size=1"] if axis == "pp" else []
+    config, given = tiny.config, tiny.overrides((*overrides, *split, *micro))
+
+    def body() -> None:
+        import torch.distributed as dist
+        from mt_parallel_state import DistributedEnv
+        from mt_train import load_config, run
+
+        own = dist.get_rank()
+        env = DistributedEnv(rank=own, world_size=nproc, local_rank=own, local_world_size=nproc)
+        if begin is not None and own == rank:
+            begin()
+        recorder = Recorder(log.with_name(f"{log.name}-{own}.jsonl"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mt_train.session.run.BatchSampler", recorder.sampler())
+            run(load_config(config, given), env, out, on_event=on_event)
+
+    tiny.ranks(nproc, body, timeout=120)
+
+
+def consumed(folder: Path) -> dict[int, dict[str, str]]:
+    """Return the samples of each step, over all ranks and attempts, each read with equal tokens."""
+    steps: dict[int, dict[str, str]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                read = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # its rank was killed as it wrote
+            known = steps.setdefault(read["step"], {})
+            for number, tokens in read["rows"].items():
+                assert known.setdefault(number, tokens) == tokens, (path, read["step"], number)
+    return steps
+
+
+@pytest.fixture(scope="session")
+def scenes(tiny, short, tmp_path_factory) -> dict[str, tuple[str, ...]]:
+    """Options of a run whose sources change twice, and of one whose corpus is built beside it.
+
+    Both go through the end of an epoch.
+    """
+    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(5)
+    words = ["def", "return", "self", "import", "value", "for"]
+    texts = [f"{n} " + " ".join(draw.choices(words, k=2)) for n in range(1300)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    phases = "[{from: 75, weights: [1, 1]}, {from: 133, weights: [0, 1]}]"
+    train = f"data.train=[{short / 'a'},{short / 'b'}]"
+    corpus = (
+        f"corpus: {folder / 'texts.jsonl'}, tokenizer: {tiny.config.parent}/data/tokenizer.json"
+    )
+    return {
+        "phases": (train, "data.weights=[1,0]", f"data.phases={phases}"),
+        "ahead": (f"data={{{corpus}, shard_bytes: 6500, build: ahead}}",),
+    }
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tiny, short, scenes, tmp_path_factory, losses):
+    """The samples and losses of each scene's run on one rank, that of a corpus with all shards."""
+    found = {}
+    for scene, data in scenes.items():
+        folder = tmp_path_factory.mktemp(scene)
+        (folder / "log").mkdir()
+        before = ("data.build=before",) if scene == "ahead" else ()
+        overrides = (*data, *before, *OPTIONS)
+        train(tiny, folder / "run", folder / "log" / "one", overrides, (1, ""))
+        steps = consumed(folder / "log")
+        assert [int(n) for step in sorted(steps) for n in steps[step]] == [*range(STEPS * BATCH)]
+        places = [short / "a"]
+        if scene == "ahead":
+            shards = (folder / "run" / "data").glob("shard-?????.idx")
+            places = [shard.with_suffix("") for shard in shards]
+            assert len(places) == SHARDS
+        epoch = sum((IndexedDataset(place).num_tokens - 1) // LENGTH for place in places)
+        taken = STEPS * BATCH if scene == "ahead" else 104  # as many as the run takes of `a`
+        assert taken - 60 < epoch < taken, "the run goes through the end of an epoch"
+        found[scene] = steps, losses(folder / "run")
+    return found
+
+
+@pytest.mark.parametrize(("scene", "seed", "kills"), CASES)
+def test_kills_and_other_layouts_change_no_consumed_sample(
+    scene, seed, kills, tiny, scenes, undisturbed, tmp_path, losses, record_property
+) -> None:
+    draw = random.Random(f"{scene} {seed}")
+    out, log = tmp_path / "run", tmp_path / "log"
+    log.mkdir()
+    overrides, killed, layouts, partial = (*scenes[scene], *OPTIONS), 0, [], 0
+    while True:
+        layout = draw.choice([each for each in LAYOUTS if each != (layouts or [None])[-1]])
+        layouts.append(layout)
+        rank = draw.randrange(layout[0])
+        how = {}
+        if killed < kills:
+            kill = KillAt(draw.choice(POINTS), rank=rank, nth=draw.randint(1, 4))
+            random_moment = kill_after(draw.uniform(0.05, 1.0))
+            how = {"begin": random_moment} if draw.random() < 0.5 else {"on_event": kill}
+        try:
+            train(tiny, out, log / str(len(layouts)), overrides, layout, rank=rank, **how)
+        except RankDied:
+            killed += 1
+            count = len([*(out / "data").glob("shard-?????.idx")])
+            partial += 0 < count < SHARDS
+        else:
+            break
+    expected, expected_losses = undisturbed[scene]
+    assert consumed(log) == expected
+    assert losses(out) == pytest.approx(expected_losses, rel=1e-4)
+    record_property("kills", killed)
+    record_property("attempts on other layouts", len(layouts) - 1)
+    if scene == "ahead":
+        record_property("kills before the last shard was built", partial)
