@@ -22,7 +22,9 @@ from mt_tokenizer import train_tokenizer
 sys.path.insert(0, str(Path(__file__).parent))  # test_drafts has the requests of test_engine
 
 
-def _write_run(path: Path, config: ModelConfig) -> Path:
+def _write_run(
+    path: Path, config: ModelConfig, change: Callable[[GPT], object] | None = None
+) -> Path:
     """Two steps of a drawn model, of which the second is another."""
     folder = RunFolder(path)
     tokenizer = train_tokenizer(["to be or not to be"], 260)
@@ -30,6 +32,8 @@ def _write_run(path: Path, config: ModelConfig) -> Path:
     digest = SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token)
     with ParallelState(ParallelLayout(), device="cpu") as state:
         model = GPT(config, state)
+        if change is not None:
+            change(model)
         shards = param_shards(model.named_parameters(), state.layout, state.rank, prefix="model")
         metadata = to_plain(SavedModel(model=config.to_dict(), tokenizer=digest))
         save_checkpoint(folder.checkpoints, 1, shards, metadata)
@@ -40,12 +44,12 @@ def _write_run(path: Path, config: ModelConfig) -> Path:
 
 
 @pytest.fixture
-def write_run() -> Callable[[Path, ModelConfig], Path]:
+def write_run() -> Callable[..., Path]:
     return _write_run
 
 
 @pytest.fixture(scope="module")
-def module_run() -> Callable[[Path, ModelConfig], Path]:
+def module_run() -> Callable[..., Path]:
     return _write_run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from mt_files import FieldError
-from mt_model import GPT, ModelConfig, RetroConfig, gpt
+from mt_fusions import GraphError
+from mt_model import GPT, GraphedDecoding, ModelConfig, RetroConfig, gpt
 from mt_parallel_state import ParallelLayout, ParallelState, sharding_of
 
 CHUNK, COUNT, ROWS, LENGTH, VOCAB = 4, 2, 2, 18, 40
@@ -222,11 +224,65 @@ def test_what_does_not_fit_is_refused() -> None:
         model(None, {**batch, "neighbours": batch["neighbours"][:, 1:]})
     with pytest.raises(ValueError, match="lengths of 0"):
         model.train()(batch["tokens"], labels=batch["tokens"])
-    cache = model.eval().new_cache(batch_size=ROWS, max_length=LENGTH)
-    with pytest.raises(ValueError, match="with a cache"):
-        model(None, {**batch, "cache": cache})
+    model.eval()
+    kept = {"cache": model.new_cache(batch_size=ROWS, max_length=LENGTH)}
+    with pytest.raises(ValueError, match="cache and a mask"):
+        model(None, {**batch, **kept, "mask": torch.ones(ROWS, LENGTH, dtype=torch.bool)})
+    kept = {"cache": model.new_cache(batch_size=ROWS, max_length=LENGTH)}
+    model(None, {**pass_of(batch, 0, CHUNK), **kept})
+    with pytest.raises(ValueError, match="finishes 1 chunks"):
+        model(None, {"tokens": batch["tokens"][:, :CHUNK], **kept})
+    pages = model.new_pages(blocks=4, block_size=8, states=1)
+    with pytest.raises(ValueError, match="pages keep no neighbours"):
+        model.neighbours.lengths({**batch, "cache": pages}, training=False)
+    with pytest.raises(GraphError, match="retro"):
+        GraphedDecoding(model, kept["cache"])
     with pytest.raises(FieldError, match="first=9"):
         config_of(retro=replace(RETRO, first=9))
+
+
+def pass_of(batch: dict[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
+    """The tokens of one pass, with the neighbours of the chunks that it finishes."""
+    chunks = slice(start // CHUNK, stop // CHUNK)
+    return {
+        "tokens": batch["tokens"][:, start:stop],
+        "neighbours": batch["neighbours"][:, chunks],
+        "neighbour_lengths": batch["neighbour_lengths"][:, chunks],
+    }
+
+
+@pytest.mark.parametrize("places", [range(1, LENGTH + 1), (3, 4, 12, 15, 18), (13, 14, 18), (18,)])
+@pytest.mark.parametrize("cuts", [(0, 4), (0, 1, 4), (0, 3, 4)])
+@torch.no_grad()
+def test_decoding_equals_the_whole_pass(places: Sequence[int], cuts: tuple[int, ...]) -> None:
+    """By one or several tokens a pass, with a cut of the model on either side of its encoder."""
+    whole, batch = model_of(), batch_of()
+    expected, stages, held = whole(None, batch), [], 0
+    for start, stop in pairwise(cuts):
+        stage = GPT(config_of(), layers=range(start, stop), dtype=torch.float64).eval()
+        weights = whole.state_dict()
+        stage.load_state_dict({name: weights[name] for name in stage.state_dict()})
+        stages.append((stage, stage.new_cache(batch_size=ROWS, max_length=LENGTH)))
+    for place in places:
+        x: Any = None
+        for stage, cache in stages:
+            x = stage(x, {**pass_of(batch, held, place), "cache": cache})
+        torch.testing.assert_close(x[:, -1], expected[:, place - 1], rtol=1e-10, atol=1e-10)
+        held = place
+
+
+@torch.no_grad()
+def test_neighbours_can_begin_and_end_within_a_text() -> None:
+    model, batch = model_of(), batch_of()
+    batch["neighbour_lengths"][:, 0] = batch["neighbour_lengths"][:, 2] = 0
+    expected = model(None, batch)
+    cache = model.new_cache(batch_size=ROWS, max_length=LENGTH)
+    for place in range(1, LENGTH + 1):
+        given = pass_of(batch, place - 1, place)
+        if place <= CHUNK or place % CHUNK:
+            given = {"tokens": given["tokens"]}
+        x = model(None, {**given, "cache": cache})
+        torch.testing.assert_close(x[:, -1], expected[:, place - 1], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("cuts", [(0, 1, 4), (0, 2, 4), (0, 1, 3, 4), (0, 3, 4)])

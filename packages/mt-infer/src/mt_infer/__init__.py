@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from mt_infer.generation import Generator as Generator
     from mt_infer.loading import RunError as RunError
     from mt_infer.loading import load_run as load_run
+    from mt_infer.retrieval import Passages as Passages
+    from mt_infer.retrieval import Retrieve as Retrieve
     from mt_infer.sampling import Sampling as Sampling
     from mt_infer.service import Service as Service
     from mt_infer.text import PromptError as PromptError

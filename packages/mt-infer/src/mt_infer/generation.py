@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mt_infer.choosing.draws import NO_TOKEN, draw, draw_key, no_token_error
 from mt_infer.completion import Completion, End
+from mt_infer.retrieval import Retrieve, retrieved
 from mt_infer.sampling import Sampling
 from mt_infer.text import PromptError, StopTexts, check_prompt, encode_prompt
 
@@ -26,7 +27,8 @@ _SERVED = {"seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "stop"
 class Generator:
     """A loaded model with its tokenizer, for one prompt at a time.
 
-    It serves what `Engine` does not: CUDA graphs, with stages too.
+    It serves what `Engine` does not: CUDA graphs, with stages too, and models that read neighbours
+    (Retro).
 
     Attributes:
         model: This rank's stage: all layers without pipeline stages; under tensor parallelism its
@@ -43,6 +45,9 @@ class Generator:
             `full` without any.
         on_eager: Told once a text why its passes are not replayed, where they can't be; None
             raises `mt_fusions.GraphError`.
+        retrieve: Function from chunks to their neighbours, for a model with `retro`, such as
+            `mt_retro.Retriever(database)` or `Passages(...)`: it is called for each finished chunk
+            of prompt and answer. Without it no chunk has neighbours.
     """
 
     model: GPT
@@ -53,12 +58,13 @@ class Generator:
     cuda_graphs: bool = False
     kv_cache_dtype: KVFormat | str = "auto"
     on_eager: Callable[[str], object] | None = None
+    retrieve: Retrieve | None = None
 
-    def complete(self, prompt: str, sampling: Sampling) -> Completion:
+    def complete(self, prompt: str | list[int], sampling: Sampling) -> Completion:
         """Continue a text.
 
         Args:
-            prompt: The text to continue; an empty one starts a new document.
+            prompt: The text to continue, or its tokens; an empty text starts a new document.
             sampling: How to choose tokens: seed, temperature, top-k, top-p, min-p, typical-p,
                 `stop` and `max_tokens`.
 
@@ -72,7 +78,8 @@ class Generator:
             if name not in _SERVED and getattr(sampling, name) != getattr(Sampling(), name):
                 raise ValueError(f"Sampling.{name} needs an Engine; leave it out for a Generator")
         limit = self.config.max_sequence_length
-        given = encode_prompt(prompt, self.tokenizer, self.config)
+        is_text = isinstance(prompt, str)
+        given = encode_prompt(prompt, self.tokenizer, self.config) if is_text else prompt
         tokens: list[int] = []
         stops, seed = StopTexts(sampling.stop, self.tokenizer), sampling.seed or 0
         for token in self.tokens(given, sampling.max_tokens, sampling):
@@ -95,6 +102,7 @@ class Generator:
             raise ValueError("an encoder's model is served by an Engine; make one")
         if self.config.images is not None and self.config.images.token_id in prompt:
             raise PromptError("the prompt has an image token; give it with images to an Engine")
+        self._check_retrieval()
         fed = torch.tensor([prompt], device=next(self.model.parameters()).device)
         first = fed.shape[1]
         length = min(limit, first + max_tokens)
@@ -104,7 +112,8 @@ class Generator:
         waiting: Tensor | None = None
         decoding: GraphedDecoding | None = None
         for position in range(first, length):
-            found = self._scores(fed, cache, decoding)
+            beside = self._beside(whole, cache)
+            found = self._scores({"tokens": fed, "cache": cache, **beside}, decoding)
             # Reading a token waits for the device, so the next pass is queued first.
             if waiting is not None:
                 token = self._read(waiting, position - 1)
@@ -129,6 +138,27 @@ class Generator:
             token = self._read(waiting, length - 1)
             if token is not None:
                 yield token
+
+    def _check_retrieval(self) -> None:
+        """Refuse a database for a model that reads none, and graphs for one that does."""
+        retro = self.config.retro
+        if retro is None and self.retrieve is not None:
+            raise ValueError("the model reads no neighbours (model.retro); leave retrieve out")
+        if retro is not None and self.cuda_graphs:
+            raise ValueError(
+                "a model with retro reads neighbours whenever a chunk is finished, which no graph "
+                "replays; use cuda_graphs=False"
+            )
+
+    def _beside(self, whole: list[Tensor], cache: KVCache) -> dict[str, Tensor]:
+        """Return the neighbours of the chunks that the next pass finishes."""
+        retro, length = self.config.retro, sum(each.shape[1] for each in whole)
+        if retro is None or self.retrieve is None:
+            return {}
+        if cache.length // retro.chunk == length // retro.chunk:
+            return {}
+        text = torch.cat(whole, dim=1)
+        return retrieved(self.retrieve, text, cache.length, retro, self.config.vocab_size)
 
     def _read(self, chosen: Tensor, position: int) -> int | None:
         """Return the token chosen for a position, or None if it ends the text."""
@@ -159,12 +189,12 @@ class Generator:
         state = {"keys": keys}
         return GraphedDecoding(self.model, cache, then=then, state=state, on_eager=self.on_eager)
 
-    def _scores(self, tokens: Tensor, cache: KVCache, decoding: GraphedDecoding | None) -> Tensor:
+    def _scores(self, batch: Mapping[str, Any], decoding: GraphedDecoding | None) -> Tensor:
         """Return the scores after the last token on every rank, or the result of `decoding`.
 
         Stages pass the activation on by send and recv, and the last stage broadcasts the scores.
         """
-        batch = {"tokens": tokens, "cache": cache}
+        tokens = batch["tokens"]
         run = decoding or self.model
         if self.stages is None:
             return cast("Tensor", run(None, batch))
@@ -172,7 +202,8 @@ class Generator:
         where = {"dtype": self.model.shard.dtype, "device": tokens.device}
         x = None
         if stage > 0:
-            x = torch.empty(*tokens.shape, self.config.hidden_size, **where)
+            length = self.config.handed_tokens(batch)
+            x = torch.empty(tokens.shape[0], length, self.config.hidden_size, **where)
             dist.recv(x, group=self.stages, group_src=stage - 1)
         y = cast("Tensor", run(x, batch)).contiguous()
         if stage < last:

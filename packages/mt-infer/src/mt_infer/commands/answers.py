@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,15 @@ class AnswerFile:
                 while following in ready:
                     self._write(window[following], ready.pop(following))
                     following += 1
+
+    def complete(self, complete: Callable[[list[int]], Completion]) -> None:
+        """Write the answers to the questions that have none, one after the other.
+
+        Args:
+            complete: Function that continues the tokens of a prompt.
+        """
+        for question in self.rest:
+            self._write(question, complete(list(question.tokens)))
 
     def _write(self, question: Question, completion: Completion) -> None:
         """Append the answer to the next question."""

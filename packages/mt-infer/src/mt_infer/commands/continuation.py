@@ -19,6 +19,7 @@ from mt_infer.commands.asking import (
     read_questions,
     user_says,
 )
+from mt_infer.commands.retrieval import retrieving_continuation
 from mt_infer.completion import Completion
 from mt_infer.console import keep_quiet, say
 from mt_infer.digests import run_digest
@@ -51,6 +52,9 @@ def continuation(
     layout = ParallelLayout(tp=tp, pp=command.pp, ep=command.ep, etp=tp // command.ep)
     how = {"dtype": command.dtype, "ema": command.ema, "kernels": command.kernels}
     with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
+        if run.config.retro is not None:
+            prompt = "" if questions else _prompt(command, run)
+            return retrieving_continuation(command, env, run, state, sampling, [*questions], prompt)
         # Graphs are for one prompt at a time.
         if command.cuda_graphs:
             with same_run(run, state) as agreed:

@@ -55,6 +55,12 @@ class Generate:
     """Largest number of prompts at once, with --prompts."""
     image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     """A file with an image, for one image token of the prompt; may be given several times."""
+    database: Path | None = None
+    """A database of mt-retro: after each chunk of prompt and continuation, a model that reads
+    neighbours (model.retro) reads the nearest passages there; needs mt-infer[retro]."""
+    passage: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A text that such a model reads beside each chunk, in place of a database; may be given
+    several times."""
     step: int | None = None
     """The checkpoint of this step; by default the latest."""
     download: bool = False
@@ -266,13 +272,15 @@ def _check_run(
 
     from mt_infer.choosing.grammar import Grammars
     from mt_infer.commands.continuation import prompt_tokens, questions_of
+    from mt_infer.commands.retrieval import check_retrieval
     from mt_infer.loading import check_ema, check_kv_cache
 
+    processes = max(command.nproc or 1, env.world_size)
+    check_retrieval(command, run, processes)
     if command.ema:
         check_ema(run)
     if command.cuda_graphs and run.config.encoder_layers:
         raise ValueError("--cuda-graphs: a model with an encoder runs without them; leave it out")
-    processes = max(command.nproc or 1, env.world_size)
     try:
         validate_split(run.config, processes // command.pp)
         etp = processes // command.pp // command.ep
@@ -303,7 +311,9 @@ def _as_arguments(command: Generate, step: int | None) -> list[str]:
     command.step = step
     names, switches = options_of(Generate)
     given = {name: getattr(command, name) for name in names}
-    repeated = [f"--{name}={each}" for name in ("stop", "image") for each in given.pop(name)]
+    repeated = [
+        f"--{name}={each}" for name in ("stop", "image", "passage") for each in given.pop(name)
+    ]
     options = [f"{flag_of(name)}={value}" for name, value in given.items() if value is not None]
     switches = [flag_of(name) for name in switches if getattr(command, name)]
     return ["generate", *repeated, *options, *switches, "--", str(command.run)]

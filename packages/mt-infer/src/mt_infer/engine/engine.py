@@ -55,6 +55,11 @@ class Engine(Calls):
         run: Run | None = None,
         state: ParallelState | None = None,
     ) -> None:
+        if model.config.retro is not None:
+            raise ValueError(
+                "the model reads neighbours (model.retro), and an engine's pages keep none; use "
+                "mt-infer generate --database DB, or mt_infer.Generator with retrieve"
+            )
         self.model, self.tokenizer, self.ends = model, tokenizer, frozenset(ends)
         self.options = options or EngineOptions()
         ranks = Ranks(state)

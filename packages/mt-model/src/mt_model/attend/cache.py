@@ -139,12 +139,20 @@ class KVCache(KeptTensors):
         length: Number of tokens held, with padding; the next pass goes on from here.
         mask: False at the places of padding, [B, max_length]; None without padding.
         place: `length` as a tensor, int64 [], for CUDA graphs; or None.
+        beside: Tensors that several layers share, by name: the lengths of the last chunk's
+            neighbours, and the hidden states of the chunk that is not finished (Retro).
     """
 
     max_length: int
     length: int = 0
     mask: Tensor | None = None
     place: Tensor | None = None
+    beside: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of all tensors, scales included."""
+        return super().nbytes + sum(x.nbytes for x in self.beside.values())
 
     def places(self, count: int, device: torch.device) -> Tensor:
         """Return the places of the tokens of the next pass, [count]."""

@@ -126,6 +126,8 @@ def _held(stage: GPT, cache: KVCache) -> Iterator[tuple[str, Tensor]]:
 
 def _obstacle(stage: GPT, cache: KVCache) -> str | None:
     """Name a Python value of the passes that changes with the length; None where none does."""
+    if stage.config.retro is not None:
+        return "a pass that finishes a chunk reads neighbours (retro), and others don't"
     now = cache.length + 1
     last = stage.config.cache_break(cache.length, cache.max_length) or cache.max_length
     for index, layer in enumerate(stage.config.layers):

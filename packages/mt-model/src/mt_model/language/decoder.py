@@ -139,7 +139,8 @@ class GPT(GeneratingStack):
                 and False at padding, which no token sees and which has no positions;
                 `label_weights`, by which the loss of each label is multiplied;
                 `neighbours` of each whole chunk of a model with `retro`, token ids padded with 0,
-                and `neighbour_lengths`, their numbers of tokens, 0 where there is none;
+                and `neighbour_lengths`, their numbers of tokens, 0 where there is none (with a
+                cache, of each chunk that the pass finishes);
                 `sequence_labels`, the class of each row for a pooled head, where -100 does not
                 count; `memory` and `memory_mask` for cross-attention, whole on every rank; and for
                 generation this stage's own `cache`, with which the last stage returns only the
@@ -200,7 +201,7 @@ class GPT(GeneratingStack):
         if self.neighbours is not None:
             lengths = self.neighbours.lengths(batch, training=self.training)
             shared = replace(shared, neighbour_lengths=lengths)
-            if lengths is not None and self.has_embedding:
+            if lengths is not None and lengths.shape[1] and self.has_embedding:
                 x = torch.cat((x, self.embedding(batch["neighbours"].flatten(1))), 1)
         return self.give_tables_gradients(x, shared), shared
 

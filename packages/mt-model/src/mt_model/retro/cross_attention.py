@@ -15,11 +15,15 @@ from mt_model.block.shard_context import ShardContext
 if TYPE_CHECKING:
     from mt_model.attention.cross_attention_config import CrossAttentionConfig
 
+NEIGHBOURS = "neighbours"
+"""Name of the keys and values of neighbours in a cache."""
+
 
 class ChunkedCrossAttention(CrossAttention):
     """Attention of tokens to the neighbours of the last chunk that ended at or before them.
 
-    The output projection starts at zero, so that a new one changes no score.
+    The output projection starts at zero, so that a new one changes no score. In generation the
+    cache keeps the keys and values of the last finished chunk's neighbours.
 
     Args:
         config: Configuration of the attention.
@@ -29,8 +33,9 @@ class ChunkedCrossAttention(CrossAttention):
         shard: This rank's share of the model.
 
     Shape:
-        forward(x): [B, S, hidden] -> the same; the context's memory is [B * (S // m), K, hidden],
-        its mask [B * (S // m), m, K].
+        forward(x): [B, S, hidden] -> the same; the context's memory is [B * L, K, hidden] and its
+        mask [B * L, m, K] for L finished chunks. With a cache the mask is [B * (L + 1), m, K]: the
+        first chunk is the last one that passes before have finished.
     """
 
     def __init__(
@@ -49,12 +54,35 @@ class ChunkedCrossAttention(CrossAttention):
     def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:
         """Attend to the neighbours; tokens before the end of the first chunk get zeros."""
         size, (rows, length, hidden) = self.chunk, x.shape
+        if shared.cache is not None:
+            held = shared.cache.length
+            front, chunks = held % size + 1, (held + length) // size - held // size + 1
+            moved = nn.functional.pad(x, (0, 0, front, chunks * size - front - length))
+            found = super().forward(moved.reshape(rows * chunks, size, hidden), shared)
+            return found.reshape(rows, chunks * size, hidden)[:, front : front + length]
         chunks = length // size
         behind = size * (chunks + 1) - 1 - length
         moved = nn.functional.pad(x[:, size - 1 :], (0, 0, 0, behind))
         found = super().forward(moved.reshape(rows * chunks, size, hidden), shared)
         found = found.reshape(rows, chunks * size, hidden)[:, : length - size + 1]
         return nn.functional.pad(found, (0, 0, size - 1, 0))
+
+    def _memory(self, shared: ForwardContext) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys, values and mask of the neighbours, in front those that the cache keeps."""
+        if shared.cache is None:
+            return super()._memory(shared)
+        memory, seen = cast("Tensor", shared.memory), cast("Tensor", shared.memory_mask)
+        made = torch.stack(self.project_memory(memory))
+        rows = seen.shape[0] - memory.shape[0]  # each row has one chunk more than is finished
+        made = made.view(2, rows, -1, *made.shape[2:])
+        held = shared.cache.layers[self.index]
+        kept = held.get(NEIGHBOURS)
+        if kept is None:
+            kept = made.new_zeros(2, rows, *made.shape[3:])
+        made = torch.cat((kept[:, :, None], made), 2)
+        held[NEIGHBOURS] = made[:, :, -1].clone()
+        key, value = made.flatten(1, 2)
+        return key, value, seen
 
 
 class NeighbourCrossAttention(CrossAttention):

@@ -39,7 +39,7 @@ class NeighbourEncoder(nn.Module):
 
     def __init__(self, retro: RetroConfig, config: ModelConfig, *, shard: ShardContext) -> None:
         super().__init__()
-        self.retro, self.dtype = retro, shard.dtype
+        self.retro, self.dtype, self.context = retro, shard.dtype, shard.context
         place = retro.places(config.num_layers)[0]
         layer = config.layers[place]
         entry, cross = retro.encoder_layer(layer, config.hidden_size), retro.cross(layer)
@@ -67,7 +67,7 @@ class NeighbourEncoder(nn.Module):
             table = rotary_table(places, self.rotary, length=size, dtype=self.dtype)
             tables[self.rotary] = table
         own = ForwardContext(
-            attend=shared.attend,
+            attend=self.context,  # also in generation, where neighbours are whole
             tables=tables,
             documents=(places < lengths[:, None]).long(),
             memory=chunks,
