@@ -13,7 +13,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-QUICK = ("mt-data", "mt-retro")  # they need no torch, with which an environment takes long
+QUICK = (
+    "mt-data",
+    "mt-retro",
+    "mt-multimodal",
+)  # they need no torch, with which an environment takes long
 
 # In the environment under test: what is installed, and what the third parties in argv account for.
 ACCOUNT = """

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mt_data.corpus import count_text_bytes as count_text_bytes
     from mt_data.corpus import dataset_tokenizer as dataset_tokenizer
     from mt_data.datasets.chat import ChatDataset as ChatDataset
+    from mt_data.datasets.chat import ChatPacking as ChatPacking
+    from mt_data.datasets.chat import RenderedRows as RenderedRows
     from mt_data.datasets.chat import chat_fields as chat_fields
     from mt_data.datasets.fill_in_middle import FillInMiddle as FillInMiddle
     from mt_data.datasets.fill_in_middle import FillInMiddleDataset as FillInMiddleDataset
@@ -57,6 +59,10 @@ if TYPE_CHECKING:
     from mt_data.datasets.spans import span_fields as span_fields
     from mt_data.documents.chat import ChatReader as ChatReader
     from mt_data.documents.chat import ChatReport as ChatReport
+    from mt_data.documents.chat import TooLong as TooLong
+    from mt_data.documents.conversations import Conversation as Conversation
+    from mt_data.documents.conversations import parse_conversation as parse_conversation
+    from mt_data.documents.conversations import read_lines as read_lines
     from mt_data.documents.parts import Part as Part
     from mt_data.documents.reader import Document as Document
     from mt_data.documents.reader import read_documents as read_documents
@@ -71,6 +77,8 @@ if TYPE_CHECKING:
     from mt_data.shards import Shards as Shards
     from mt_data.shards import build_shards as build_shards
     from mt_data.shards import shard_prefix as shard_prefix
+    from mt_data.storage.objects import StoredObject as StoredObject
+    from mt_data.storage.objects import find_object as find_object
     from mt_data.storage.objects import url_of as url_of
     from mt_data.storage.writer import IndexedWriter as IndexedWriter
 else:

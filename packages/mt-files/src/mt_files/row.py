@@ -31,6 +31,8 @@ class RowField:
             labels. All stages count them.
         positions: Name of the field with the position of each label in its document; None if
             positions are those of the row.
+        joined: Whether rows have any number of items of the first dim, such as images. A batch has
+            them one behind the other, in the order of its rows; an empty row has none.
     """
 
     name: str
@@ -42,11 +44,15 @@ class RowField:
     is_tokens: bool = False
     counts: str | None = None
     positions: str | None = None
+    joined: bool = False
 
     def __post_init__(self) -> None:
         checks = Checks(self)
         if not checks.errors and self.cut == "along" and not self.dims:
             checks.add("cut", "'along', but the array has no dim; use 'whole' or 'once'")
+        if not checks.errors and self.joined and (self.cut == "along" or not self.dims):
+            text = "True, but ranks that share rows can't cut them; use a dim, and 'whole' or "
+            checks.add("joined", text + "'once'")
         if not checks.errors and self.counts is not None and self.stages != STAGES:
             text = f"{self.stages}, but every stage counts labels; leave it out"
             checks.add("stages", text)

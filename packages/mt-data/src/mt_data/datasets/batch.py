@@ -77,7 +77,8 @@ _SAMPLE_IDS = RowField(name="sample_ids", dims=(), fill=-1, cut="whole")
 
 def empty_array(field: RowField, sizes: Mapping[str, int]) -> NDArray:
     """Return the array of a row with nothing in it."""
-    return np.full([sizes[dim] for dim in field.dims], field.fill, field.dtype)
+    shape = [sizes[dim] for dim in field.dims]
+    return np.full([0, *shape[1:]] if field.joined else shape, field.fill, field.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,25 +168,27 @@ class Rows:
                     f"row {number} of {type(samples).__name__} has {sorted(row)}, and its fields "
                     f"are {sorted(names)}; make both the same"
                 )
-        batch = {
-            field.name: self._stacked(field, [row[field.name] for row in rows], samples)
-            for field in samples.fields
-        }
+        batch = {field.name: self._stacked(field, rows, samples) for field in samples.fields}
         return batch | {_SAMPLE_IDS.name: ids.copy()}
 
-    def _stacked(self, field: RowField, arrays: Sequence[NDArray], samples: RowSource) -> NDArray:
-        """Return this rank's part of one array of several rows."""
+    def _stacked(
+        self, field: RowField, rows: Sequence[Mapping[str, NDArray]], samples: RowSource
+    ) -> NDArray:
+        """Return this rank's part of one array of several rows; only what it needs is made."""
         empty = empty_array(field, samples.sizes)
         has_first = self.parts is None or self.parts[0][0] == 0
         if not field.is_read(self.stages) or (field.cut == "once" and not has_first):
-            arrays = [empty] * len(arrays)
+            arrays = [empty] * len(rows)
+        else:
+            arrays = [row[field.name] for row in rows]
         for array in arrays:
-            if array.shape != empty.shape or array.dtype != empty.dtype:
+            shape = array.shape[1:] if field.joined else array.shape
+            if shape != empty.shape[field.joined :] or array.dtype != empty.dtype:
                 raise DataError(
                     f"{field.name} of a row of {type(samples).__name__} is {array.dtype} "
                     f"{list(array.shape)}, and its field says {empty.dtype} {list(empty.shape)}"
                 )
-        whole = np.stack(arrays)
+        whole = np.concatenate(arrays) if field.joined else np.stack(arrays)
         if field.cut != "along" or self.parts is None:
             return whole
         own = self._scaled(whole.shape[1], of=samples.sequence_length)

@@ -92,7 +92,7 @@ class ChatReader:
         """
         for where, line in lines:
             try:
-                found = self._fitting(where, self.rendered(parse_conversation(where, line)))
+                found = self.fitting(where, self.rendered(parse_conversation(where, line)))
             except DataFileError as error:
                 if on_error is None:
                     raise
@@ -129,7 +129,12 @@ class ChatReader:
         asked, answer = [*begin, *prompt], [*rest, tokenizer.eod_id]
         return Rendered([*asked, *answer], [0.0] * len(asked) + [1.0] * len(answer))
 
-    def _fitting(self, where: str, found: Rendered) -> Rendered | None:
+    def fitting(self, where: str, found: Rendered) -> Rendered | None:
+        """Return a conversation as a row takes it, None to leave it out, and report it.
+
+        Raises:
+            DataFileError: It is too long.
+        """
         report, size = self.report, self._size
         if size is not None and len(found.ids) - 1 > size:
             if self._too_long == "refuse":

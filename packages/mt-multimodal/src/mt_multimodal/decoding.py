@@ -1,0 +1,79 @@
+"""Images from bytes: decoded within limits, upright, and in RGB."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mt_data import DataFileError
+from mt_files import Checks, require
+
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_REASON = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageLimits:
+    """What an image may have, checked before memory is taken.
+
+    Of an animation the first frame is decoded, and no other is looked for.
+
+    Attributes:
+        pixels: Largest number of pixels, before resizing and after it.
+        bytes: Largest number of bytes of the file.
+    """
+
+    pixels: int = 1 << 26
+    bytes: int = 1 << 26
+
+    def __post_init__(self) -> None:
+        checks = Checks(self)
+        checks.at_least(1, "pixels", "bytes")
+        checks.done()
+
+
+def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) -> Any:
+    """Return an image of pillow in RGB, turned as its EXIF says.
+
+    Alpha is left out, palettes are looked up, and 16 bits of grey become 8.
+
+    Args:
+        content: The file: PNG, JPEG, WEBP, BMP or GIF.
+        where: Its place, for messages.
+        limits: Limits of its size.
+
+    Raises:
+        DataFileError: It is no image, is cut, or goes beyond a limit.
+        MissingExtraError: pillow is not installed.
+    """
+    library = require("PIL.Image", "decoding an image")
+    limits = limits or ImageLimits()
+    if len(content) > limits.bytes:
+        raise DataFileError(where, f"has {len(content)} bytes; at most {limits.bytes} are decoded")
+    try:
+        image = library.open(io.BytesIO(content), formats=FORMATS)
+        width, height = image.size
+        if width * height <= limits.pixels:
+            image.load()
+            return to_rgb(image)
+    except Exception as error:  # noqa: BLE001 - a decoder may raise anything
+        reason = f"{type(error).__name__}: {error}"[:_REASON]
+        text = f"is no image that pillow reads ({reason}); use a whole PNG or JPEG"
+        raise DataFileError(where, text) from None
+    raise DataFileError(
+        where, f"has {width} x {height} pixels; at most {limits.pixels} are decoded"
+    )
+
+
+def to_rgb(image: Any) -> Any:
+    """Return an image of pillow in RGB, turned as its EXIF says."""
+    turn = require("PIL.ImageOps", "decoding an image").exif_transpose
+    image = turn(image)
+    if image.mode.startswith("I"):
+        library = require("PIL.Image", "decoding an image")
+        values = np.asarray(image)
+        # 16 bits; pillow would cut off what lies above 255.
+        image = library.fromarray(np.minimum(values >> 8, 255).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")

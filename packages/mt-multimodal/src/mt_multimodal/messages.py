@@ -1,0 +1,104 @@
+"""Conversations with images, in the form that chat templates of such models read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mt_data import DataError
+from mt_files import shorten
+from mt_tokenizer import ChatError, ChatTemplate
+
+PLACEHOLDER = "<image>"
+_PROBE = "mt probes this"
+_IMAGE_KINDS = ("image", "image_url")
+_REFERENCES = ("image", "path", "url", "image_url")
+
+
+def image_parts(text: str) -> str | list[dict[str, str]]:
+    r"""Return a text in which each `<image>` is a part of its own; without one, the text.
+
+    The line feed that LLaVA's files put beside it is left out, as a template writes what it needs.
+
+    Example:
+        >>> image_parts("<image>\nWhat is it?")
+        [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
+    """
+    if PLACEHOLDER not in text:
+        return text
+    found: list[dict[str, str]] = []
+    for number, piece in enumerate(text.split(PLACEHOLDER)):
+        if number:
+            found.append({"type": "image"})
+            piece = piece.removeprefix("\n")
+        piece = piece.removesuffix("\n") if PLACEHOLDER in text else piece
+        if piece:
+            found.append({"type": "text", "text": piece})
+    return found
+
+
+def with_parts(
+    messages: Sequence[Mapping[str, Any]], template: ChatTemplate
+) -> tuple[list[dict[str, Any]], list[str | None]]:
+    """Return messages as a template reads them, and the images that they name.
+
+    A text with `<image>` becomes parts, and so does every text if the template writes nothing of a
+    content that is a text. A part of the type `image` may name its image, as `image`, `path`, `url`
+    or `image_url`.
+
+    Args:
+        messages: Mappings with `role` and `content`: a text, or a list of parts.
+        template: The chat template.
+
+    Returns:
+        The messages, and for each image in order the path that its part names, or None.
+
+    Raises:
+        DataError: A part is no mapping, or of another type.
+    """
+    reads_texts = _reads_texts(template)
+    found, images = [], []
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str):
+            content = image_parts(content)
+            if isinstance(content, str) and not reads_texts:
+                content = [{"type": "text", "text": content}]
+        if isinstance(content, list):
+            content, named = _parts(content, number)
+            images += named
+        found.append({**message, "content": content})
+    return found, images
+
+
+def _parts(content: Sequence[Any], number: int) -> tuple[list[dict[str, Any]], list[str | None]]:
+    parts, named = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in _IMAGE_KINDS:
+            parts.append({"type": "image"})
+            named.append(_reference(part, number))
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            text = f"message {number} has a part {shorten(part)}; use text and image"
+            raise DataError(text)
+    return parts, named
+
+
+def _reference(part: Mapping[str, Any], number: int) -> str | None:
+    given = next((part[name] for name in _REFERENCES if part.get(name) is not None), None)
+    if isinstance(given, Mapping):
+        given = given.get("url")
+    if given is not None and not isinstance(given, str):
+        raise DataError(f"message {number} names the image {shorten(given)}; give a path")
+    return given
+
+
+def _reads_texts(template: ChatTemplate) -> bool:
+    """Tell whether a template writes a content that is a text, and not only parts."""
+    try:
+        written = template.write([{"role": "user", "content": _PROBE}])
+    except ChatError:
+        return False
+    return _PROBE in written.text

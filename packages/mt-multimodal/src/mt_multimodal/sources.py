@@ -1,0 +1,259 @@
+"""Samples of texts with images: tars, and JSON lines with paths of images."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import mt_files
+from mt_data import DataFileError, find_object, parse_conversation, read_lines, url_of
+from mt_files import parse_json, shorten
+
+from mt_multimodal.decoding import ImageLimits
+from mt_multimodal.tar_index import TarIndex
+
+IMAGE_KINDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif")
+_MOST_TEXT = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSample:
+    """A conversation, and the images that it may show.
+
+    Attributes:
+        where: Its place, for messages.
+        messages: The messages.
+        tools: JSON schemas of functions, if the record has some.
+        images: Numbers of its images in their source, in order; those that parts of the messages
+            name come in their place.
+    """
+
+    where: str
+    messages: Sequence[Any]
+    tools: Sequence[Any] | None = None
+    images: tuple[int, ...] = ()
+
+
+class ImageSource(ABC):
+    """Samples of one file, and its images by number.
+
+    Attributes:
+        fingerprint: Digest of the samples that were read; of images in a tar, of their content too.
+    """
+
+    fingerprint: str = ""
+
+    @abstractmethod
+    def samples(self) -> Iterator[ImageSample]:
+        """Yield the samples in order.
+
+        Raises:
+            DataFileError: A sample is damaged.
+        """
+
+    @abstractmethod
+    def named(self, name: str, sample: ImageSample) -> int:
+        """Return the number of the image that a part of a sample's messages names.
+
+        Raises:
+            DataFileError: There is no such image.
+        """
+
+    @abstractmethod
+    def where(self, image: int) -> str:
+        """Return the place of an image, for messages."""
+
+    @abstractmethod
+    def read(self, image: int, limits: ImageLimits) -> bytes:
+        """Return the content of an image.
+
+        Raises:
+            DataFileError: It can't be read, is larger than the limit, or has changed.
+        """
+
+
+class TarImages(ImageSource):
+    """Samples of a tar: a member `json` or `txt`, and images in the order of their members.
+
+    `json` is a record like a line of a file of conversations; it may name the images of the sample
+    as `image` or `images`. `txt` is what the assistant says of the sample's images.
+
+    Args:
+        path: The tar.
+        folder: Folder of its index.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
+        self.tar = TarIndex(path, folder)
+        self.fingerprint = self.tar.fingerprint
+
+    def samples(self) -> Iterator[ImageSample]:
+        """Yield the samples in order."""
+        for number in range(self.tar.num_samples):
+            members = self.tar.sample(number)
+            kinds = [kind.rpartition(".")[2] for kind in members]
+            numbers = [*members.values()]
+            pairs = zip(kinds, numbers, strict=True)
+            images = tuple(member for kind, member in pairs if kind in IMAGE_KINDS)
+            text = next((members[kind] for kind in ("json", "txt") if kind in members), None)
+            if text is None:
+                where = f"{self.tar.path}: {self.tar.key(number)}"
+                raise DataFileError(where, "has neither json nor txt; add what is said of it")
+            if self.tar.size(text) > _MOST_TEXT:
+                size = self.tar.size(text)
+                raise DataFileError(
+                    self.tar.where(text), f"has {size} bytes; at most {_MOST_TEXT} are read"
+                )
+            content, where = self.tar.read(text), self.tar.where(text)
+            if "json" in members:
+                yield self._of_json(where, content, images)
+            else:
+                yield _captioned(where, content, images)
+
+    def _of_json(self, where: str, content: bytes, images: tuple[int, ...]) -> ImageSample:
+        named = _named_images(where, content)
+        sample = _sample(where, content, images)
+        lasts = {PurePosixPath(self.tar.name(each)).name for each in images}
+        known = all(PurePosixPath(each).name in lasts for each in named)
+        if named and (known or len(named) != len(images)):
+            found = tuple(self.named(each, sample) for each in named)
+            return _sample(where, content, found)
+        return sample
+
+    def named(self, name: str, sample: ImageSample) -> int:
+        """Return the member of a name, or the sample's own image with its last part."""
+        last = PurePosixPath(name).name
+        own = (each for each in sample.images if PurePosixPath(self.tar.name(each)).name == last)
+        found = next(own, self.tar.find(name))
+        if found is None:
+            raise DataFileError(sample.where, f"names {shorten(name)}, which is not in the tar")
+        return found
+
+    def where(self, image: int) -> str:
+        """Return the name of a member."""
+        return self.tar.where(image)
+
+    def read(self, image: int, limits: ImageLimits) -> bytes:
+        """Return the content of a member."""
+        size = self.tar.size(image)
+        if size > limits.bytes:
+            text = f"has {size} bytes; at most {limits.bytes} are decoded"
+            raise DataFileError(self.where(image), text)
+        return self.tar.read(image)
+
+
+class FileImages(ImageSource):
+    """Samples of JSON lines, JSON, parquet or Arrow, whose images are files.
+
+    A record names its images as `image` or `images`, or in the parts of its messages.
+
+    Args:
+        path: The file.
+        folder: Folder of the images, or its URL in an object store; by default the file's. A name
+            must not lead out of it.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._path = path
+        own = os.fspath(path)
+        self._folder = os.fspath(folder) if folder is not None else own.rpartition("/")[0] or "."
+        self._names: list[str] = []
+
+    def samples(self) -> Iterator[ImageSample]:
+        """Yield the samples in order."""
+        digest = hashlib.sha256()
+        for where, line in read_lines(self._path):
+            digest.update(line + b"\n")
+            first = len(self._names)
+            self._names += _named_images(where, line)
+            yield _sample(where, line, tuple(range(first, len(self._names))))
+        self.fingerprint = digest.hexdigest()
+
+    def named(self, name: str, sample: ImageSample) -> int:
+        """Return the number of a file."""
+        del sample
+        self._names.append(name)
+        return len(self._names) - 1
+
+    def where(self, image: int) -> str:
+        """Return the path of a file."""
+        return f"{self._folder.rstrip('/')}/{self._names[image]}"
+
+    def read(self, image: int, limits: ImageLimits) -> bytes:
+        """Return the content of a file."""
+        path, name = self.where(image), PurePosixPath(self._names[image])
+        if name.is_absolute() or ".." in name.parts or "://" in self._names[image]:
+            text = f"leads out of the folder of images, {self._folder}; name files in it"
+            raise DataFileError(self._names[image], text)
+        if url_of(path):
+            return find_object(path).content(limit=limits.bytes)
+        try:
+            return mt_files.read_bytes(path, limit=limits.bytes, within=self._folder)
+        except mt_files.FileError as error:
+            raise DataFileError(path, error.problem) from None
+
+
+def open_images(
+    path: str | os.PathLike[str],
+    *,
+    images: str | os.PathLike[str] | None = None,
+    indexes: Path | None = None,
+) -> ImageSource:
+    """Open samples by the ending of their file.
+
+    Args:
+        path: A tar; or JSON lines, JSON, parquet or Arrow. A path or a URL.
+        images: Folder of the images that records name.
+        indexes: Folder of the indexes of tars.
+
+    Raises:
+        DataFileError: The tar is damaged.
+        FileError: The file can't be read.
+    """
+    if os.fspath(path).endswith(".tar"):
+        return TarImages(path, indexes)
+    return FileImages(path, images)
+
+
+def _captioned(where: str, content: bytes, images: tuple[int, ...]) -> ImageSample:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        raise DataFileError(where, "is not UTF-8") from None
+    shown = [{"type": "image"} for _ in images]
+    messages = [
+        {"role": "user", "content": shown or ""},
+        {"role": "assistant", "content": text.strip()},
+    ]
+    return ImageSample(where=where, messages=messages, images=images)
+
+
+def _sample(where: str, line: bytes, images: tuple[int, ...]) -> ImageSample:
+    talk = parse_conversation(where, line)
+    messages = talk.messages or [
+        {"role": "user", "content": talk.prompt},
+        {"role": "assistant", "content": talk.completion},
+    ]
+    return ImageSample(where=where, messages=messages, tools=talk.tools, images=images)
+
+
+def _named_images(where: str, line: bytes) -> list[str]:
+    """Return the names under `image` or `images` of a record."""
+    try:
+        record = parse_json(line, name=where)
+    except mt_files.FileError as error:
+        raise DataFileError(where, error.problem) from None
+    given = record.get("images", record.get("image")) if isinstance(record, dict) else None
+    given = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
+        shown = shorten(json.dumps(given))
+        raise DataFileError(where, f"names the images {shown}; give a path, or a list of paths")
+    return given
