@@ -1,9 +1,6 @@
 """Object stores: moto's server on loopback behind a proxy that fails one request in ten."""
 
-import http.client
-import random
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,42 +10,8 @@ from mt_data.documents.source import _matches
 from mt_data.storage import objects
 from mt_files import FileError
 
-
-class Unsteady(BaseHTTPRequestHandler):
-    """Hands requests to a server; some are answered by an error, or cut short in the middle."""
-
-    protocol_version = "HTTP/1.1"
-
-    def answer(self):
-        server = self.server
-        length = int(self.headers.get("content-length") or 0)
-        body = self.rfile.read(length) if length else None
-        upstream = http.client.HTTPConnection("127.0.0.1", server.behind)
-        upstream.request(self.command, self.path, body, dict(self.headers))
-        reply = upstream.getresponse()
-        content = reply.read()
-        upstream.close()
-        server.requests += 1
-        fault = server.fault(self) if server.fault else None
-        if fault == "error":
-            self.send_response(503)
-            self.send_header("content-length", "0")
-            self.end_headers()
-            return
-        self.send_response(reply.status)
-        for name, value in reply.getheaders():
-            if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
-                self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content[: len(content) // 2] if fault == "cut" else content)
-        if fault == "cut":
-            self.close_connection = True
-
-    do_GET = do_HEAD = do_PUT = answer  # noqa: N815 - names of http.server
-
-    def log_message(self, *_):
-        return
+sys.path.append(str(Path(__file__).parent))
+from unsteady import failing, moto, unsteady, variables
 
 
 class Store:
@@ -68,44 +31,18 @@ class Store:
 
 @pytest.fixture(scope="module")
 def server():
-    from moto.server import ThreadedMotoServer
-
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    port = moto.get_host_and_port()[1]
-    to_bucket = http.client.HTTPConnection("127.0.0.1", port)
-    to_bucket.request("PUT", "/bucket")
-    to_bucket.getresponse().read()
-    to_bucket.close()
-    yield port
-    moto.stop()
+    with moto() as port:
+        yield port
 
 
 @pytest.fixture
 def store(server, monkeypatch, tmp_path):
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Unsteady)
-    proxy.daemon_threads = True
-    proxy.behind, proxy.fault, proxy.requests = server, None, 0
-    threading.Thread(target=proxy.serve_forever, daemon=True).start()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.server_port}",
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-        "HOME": str(tmp_path),  # of the copies of indexes
-    }.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(objects, "FIRST_WAIT", 0.001)
     monkeypatch.setattr(objects, "BLOCK", 1 << 12)  # many requests
-    yield Store(proxy)
-    proxy.shutdown()
-    proxy.server_close()
-
-
-def one_in_ten(seed):
-    draw = random.Random(seed)
-    return lambda _: draw.choice(("error", "cut")) if draw.random() < 0.1 else None
+    with unsteady(server) as proxy:
+        for name, value in {**variables(proxy), "HOME": str(tmp_path)}.items():  # copies of indexes
+            monkeypatch.setenv(name, value)
+        yield Store(proxy)
 
 
 def written(folder: Path, documents):
@@ -122,7 +59,7 @@ DOCUMENTS = [np.arange(number, number + 900) for number in range(40)]
 def test_token_files_give_the_same_tokens_though_requests_fail(store, tmp_path):
     for ending, content in written(tmp_path, DOCUMENTS):
         store.put(f"data/corpus{ending}", content)
-    store.proxy.fault = one_in_ten(0)
+    store.proxy.fault = failing(0.1, 0)
     local = IndexedDataset(tmp_path / "corpus")
     # As text, and as a `Path` writes it.
     for prefix in ("s3://bucket/data/corpus", Path("s3://bucket/data/corpus")):
@@ -164,7 +101,7 @@ def test_documents_of_objects_are_those_of_files_though_requests_fail(store, tmp
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
         store.put(f"docs/{name}", content)
-    store.proxy.fault = one_in_ten(1)
+    store.proxy.fault = failing(0.1, 1)
     for source, local, glob in (
         ("s3://bucket/docs", "docs", "**/*"),
         ("s3://bucket/docs/", "docs", "**/*.jsonl"),

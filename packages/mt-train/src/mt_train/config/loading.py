@@ -37,7 +37,7 @@ from mt_model import (
 
 from mt_train.config.document import COMMAND_LINE, apply_overrides, read_document
 from mt_train.config.kinds.registry import key_of_another_kind, load_installed_kinds, with_kind
-from mt_train.config.kinds.section import TOKEN_FILES, DataSection
+from mt_train.config.kinds.section import DataSection
 from mt_train.config.limits import MODEL, PATH
 from mt_train.config.misfits import clipped_heads, layout_misfits
 from mt_train.config.model_section import ModelSection
@@ -295,7 +295,7 @@ class _Paths:
                 for name, paths in data.validation_sets.items()
             }
         if data.corpus is not None and data.corpus != STANDARD_LIBRARY:
-            changes["corpus"] = self._resolve("data.corpus", data.corpus)
+            changes["corpus"] = self._prefix("data.corpus", data.corpus, ("",))
             self._check_glob(Path(changes["corpus"]), data.glob)
         return dataclasses.replace(data, **changes)
 
@@ -387,12 +387,7 @@ class _Paths:
         """Resolve a path of data, which may be a URL of an object store; a run opens it."""
         from mt_data import url_of
 
-        url = url_of(text)
-        if url is None:
-            return self._resolve(field, text, endings)
-        if endings != TOKEN_FILES:
-            self._add(field, f"{shorten(url, 200)}: this kind of rows is read from a local disk")
-        return url
+        return url_of(text) or self._resolve(field, text, endings)
 
     def _resolve(self, field: str, text: str, suffixes: tuple[str, ...] = ("",)) -> str:
         by_hand = self._document.place(field).startswith(COMMAND_LINE)

@@ -87,7 +87,7 @@ class DataSection:
 
     Attributes:
         corpus: `standard-library` (Python's own sources), a file (`.jsonl`, `.json`, `.parquet`,
-            `.arrow` or text) or a folder of files.
+            `.arrow` or text), a folder of files, or the URL of either in an object store.
         glob: Pattern of the files to read from a corpus folder.
         max_files: Maximum number of documents to read from the corpus.
         vocab_size: Vocabulary size of the tokenizer that mt-train trains on the corpus.
@@ -102,8 +102,8 @@ class DataSection:
         build: When the shards are built: `before` the first step, or `ahead`: training begins when
             the first one is ready, and waits where it needs one that is not. The numbers are the
             same, and a run that was killed goes on with the missing shards.
-        train: Prefixes of prepared `.bin/.idx` files, instead of `corpus`: paths, or URLs of an
-            object store such as `s3://bucket/corpus`.
+        train: Prefixes of prepared `.bin/.idx` files, or the files that the kind of rows reads,
+            instead of `corpus`: paths, or URLs of an object store such as `s3://bucket/corpus`.
         weights: Share of each entry of `train` in a batch; by default proportional to its number of
             tokens. With `phases` a share of 0 leaves a source out until a phase gives it one.
         phases: Other shares from some sample on, in their order: `{from: N, weights: [...]}` after
