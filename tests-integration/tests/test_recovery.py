@@ -101,6 +101,40 @@ def test_a_rank_killed_beside_saves_in_the_background_continues_to_the_same_bits
     assert_equal_bits(tmp_path, undisturbed, arrays, losses)
 
 
+# What a kind of run keeps beside weights and moments has to come back too: the shards, the
+# router's balance, scales of fp8, states in the host's memory, the loss scale, SOAP's bases.
+KINDS = {
+    "zero3": ("parallel.tp=1", "data_parallel.strategy=full"),
+    "moe": (
+        "parallel.tp=1",
+        "parallel.ep=2",
+        "model.moe={num_experts: 4, top_k: 2, ffn_size: 16, score: sigmoid, bias_rate: 0.01}",
+    ),
+    "fp8": ("precision.recipe=delayed", "training.dtype=bf16", "precision.history=4"),
+    "offloaded": ("parallel.tp=1", "data_parallel.strategy=optimizer", "optimizer.offload=1"),
+    "fp16": ("training.dtype=fp16", "optimizer.loss_scale=dynamic"),
+    "soap": ("optimizer.name=soap", "optimizer.soap_frequency=3"),
+}
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_run_continues_to_the_same_bits(
+    kind, in_background, tiny, tmp_path, arrays, losses
+) -> None:
+    options = (*OPTIONS, *KINDS[kind], f"checkpoint.async={str(in_background).lower()}")
+    undisturbed = tiny.train(tmp_path / "undisturbed", *options, nproc=2)
+    seed = list(KINDS).index(kind) + 10 * in_background
+    drawn = seeded_kills(len(POINTS) + 5, seed=seed)[len(POINTS) :]
+    for turn, (point, nth, rank) in enumerate(drawn):
+        out = tmp_path / str(turn)
+        with pytest.raises(RankDied, match=f"rank {rank}"):
+            tiny.train(out, *options, nproc=2, on_event=KillAt(point, rank=rank, nth=nth))
+        tiny.train(out, *options, nproc=2)
+        assert_equal_bits(out, undisturbed, arrays, losses)
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
