@@ -110,8 +110,9 @@ def adapter(world: World, rng: random.Random, scratch: Path) -> None:
 
 def hostile_image(world: World, rng: random.Random, scratch: Path) -> None:
     """Damage an image, or forge what makes pixel values of it: refused in words, or read."""
+    from mt_data import DataError
     from mt_files import FileError, SchemaError
-    from mt_hf import ExchangeError, read_image_preprocessing
+    from mt_multimodal import read_image_preprocessing
     from PIL import Image
 
     path, kind = scratch / "image", rng.choice(["PNG", "JPEG", "WEBP", "GIF", "BMP"])
@@ -129,7 +130,7 @@ def hostile_image(world: World, rng: random.Random, scratch: Path) -> None:
     try:
         preprocessing = read_image_preprocessing(scratch)
         found = None if preprocessing is None else preprocessing.pixels(path)
-    except (ExchangeError, FileError, SchemaError) as error:
+    except (DataError, FileError, SchemaError) as error:
         demand(len(str(error)) < MESSAGE_BYTES, "a long message")
         return
     demand(found is None or found.shape[0] == 3, "no pixel values")

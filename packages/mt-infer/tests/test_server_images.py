@@ -90,7 +90,7 @@ WRONG = {
     "data:text/html;base64,AAAA": "is not served",
     "data:image/svg+xml,<svg/>": "is not served",
     "data:image/png;base64,!!!!": "is not base64",
-    "data:image/png;base64,AAAA": "can't be read: UnidentifiedImageError",
+    "data:image/png;base64,AAAA": "is no image; use one of PNG",
     url(Image.new("RGB", (9, 9)))[:-40]: "can't be read",
     bomb(): "can't be read",
     "data:image/png;base64," + "A" * (6 << 20): "has more than 4194304 bytes",

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from mt_hf.reading.end_tokens import read_end_tokens as read_end_tokens
     from mt_hf.reading.hub import find_folder as find_folder
     from mt_hf.reading.hub import is_hub_id as is_hub_id
-    from mt_hf.reading.image_preprocessing import ImagePreprocessing as ImagePreprocessing
-    from mt_hf.reading.image_preprocessing import (
-        read_image_preprocessing as read_image_preprocessing,
-    )
     from mt_hf.reading.loading import from_pretrained as from_pretrained
     from mt_hf.reading.lora import read_lora as read_lora
     from mt_hf.reading.pretrained import Pretrained as Pretrained

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,8 @@ from mt_ckpt import (
     open_arrays,
     param_shards,
 )
-from mt_files import UserError
+from mt_files import UserError, require
 from mt_hf import (
-    ImagePreprocessing,
     Pretrained,
     find_folder,
     from_pretrained,
@@ -36,7 +35,6 @@ from mt_hf import (
     open_adapted,
     open_pretrained,
     read_end_tokens,
-    read_image_preprocessing,
 )
 from mt_model import (
     GPT,
@@ -54,6 +52,9 @@ from torch import Tensor
 
 from mt_infer.dtypes import dtype_of
 from mt_infer.generation import Generator
+
+if TYPE_CHECKING:
+    from mt_multimodal import ImagePreprocessing
 
 _WORLD = "tp-cp-dp-pp"
 _WANTED = "pass the --out folder of an mt-train run, or a folder of Hugging Face"
@@ -127,17 +128,20 @@ class Run:
 
         Raises:
             RunError: No preprocessor_config.json came with the model.
+            DataError: The image can't be decoded.
+            MissingExtraError: mt-multimodal or pillow is not installed.
         """
         if self._preprocessing is None:
             raise RunError(
                 f"{self.folder} has no preprocessor_config.json, which says how images become "
                 "pixel values; put it there, or give pixel values"
             )
-        return self._preprocessing.pixels(image)
+        return torch.from_numpy(self._preprocessing.pixels(image))
 
     @cached_property
     def _preprocessing(self) -> ImagePreprocessing | None:
-        return read_image_preprocessing(self.hugging_face)
+        multimodal = require("mt_multimodal", "an image of a prompt")
+        return multimodal.read_image_preprocessing(self.hugging_face)
 
 
 @contextmanager

@@ -58,6 +58,8 @@ def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) 
         if width * height <= limits.pixels:
             image.load()
             return to_rgb(image)
+    except library.UnidentifiedImageError:
+        raise DataFileError(where, f"is no image; use one of {', '.join(FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - a decoder may raise anything
         reason = f"{type(error).__name__}: {error}"[:_REASON]
         text = f"is no image that pillow reads ({reason}); use a whole PNG or JPEG"

@@ -14,7 +14,8 @@ import struct
 import sys
 import warnings
 from contextlib import suppress
-from io import BytesIO
+
+from mt_files import UserError
 
 from mt_infer.backends.backend import Picture
 from mt_infer.forms.refusal import FormError
@@ -24,7 +25,6 @@ _MOST_PIXELS = 1 << 24
 _MEMORY_BYTES = 1 << 30
 _SECONDS = 5
 _SIZE = struct.Struct("<II")
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _NO_LIBRARY = 3
 
 
@@ -73,22 +73,20 @@ async def picture_of(url: str, param: str) -> Picture:
 def main() -> None:
     """Decode the image of standard input."""
     try:
-        from PIL import Image
+        import PIL.Image  # noqa: F401 - before the limits
+        from mt_multimodal import ImageLimits, decode_image
     except ImportError:
         sys.exit(_NO_LIBRARY)
     for kind, most in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_CPU, _SECONDS)):
         resource.setrlimit(kind, (most, most))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     warnings.simplefilter("ignore")
+    limits = ImageLimits(pixels=_MOST_PIXELS, bytes=_MOST_BYTES)
     try:
-        with Image.open(BytesIO(sys.stdin.buffer.read()), formats=_FORMATS) as image:
-            width, height = image.size
-            if width * height > _MOST_PIXELS:
-                sys.exit(f"it has {width} x {height} pixels; at most {_MOST_PIXELS} are read")
-            pixels = image.convert("RGB").tobytes()
-    except Exception as error:  # noqa: BLE001 - a decoder may raise anything
-        sys.exit(type(error).__name__)
-    sys.stdout.buffer.write(_SIZE.pack(width, height) + pixels)
+        image = decode_image(sys.stdin.buffer.read(), "image", limits)
+    except UserError as error:
+        sys.exit(str(error))
+    sys.stdout.buffer.write(_SIZE.pack(*image.size) + image.tobytes())
 
 
 def _refusal(param: str, text: str) -> FormError:
