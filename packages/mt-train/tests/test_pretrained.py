@@ -211,7 +211,7 @@ def test_a_model_that_takes_images_is_refused_as_the_data_has_none(
     config = gpt(vocab_size=301, hidden_size=16, num_layers=1, num_heads=2, images=images)
     save_pretrained(GPT(config), tmp_path / "llava")
     shutil.copy(tokenizer, tmp_path / "llava")
-    match = r"model\.from: the model takes images, and the data of a run has none"
+    match = r"model\.from: the model takes images, and the data has none"
     with pytest.raises(ConfigError, match=match):
         started.run(tmp_path / "run", f"model.from={tmp_path / 'llava'}")
     alone = tmp_path / "run.yaml"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class ImageInput(nn.Module):
 
     Parameters: `tower.*` as of `VisionEncoder` and `projector.*` as of `Projector`, split over
     "tp". Ranks that share a sequence each encode all of its images, and tell each other where
-    image tokens are: one all-gather over "cp". Under sequence parallelism the features' gradient is
+    image tokens are: one all-gather over "cp". The encoder's layers behind the last one whose output
+    is taken are frozen. Under sequence parallelism the features' gradient is
     summed over "tp".
 
     Args:
@@ -115,6 +117,19 @@ class ImageInput(nn.Module):
             device="meta",
         )
         self.projector = Projector(config, hidden_size, shard=shard)
+        self._freeze_unused()
+
+    def _freeze_unused(self) -> None:
+        """Freeze the encoder's layers behind the last one whose output is taken, and its head.
+
+        They never run, and a trainer waits for the gradient of each parameter that has one.
+        """
+        count = self.config.tower.num_layers
+        last = max(layer % count for layer in self.config.feature_layers)
+        layers = islice(self.tower.stage_layers(), last + 1, None)
+        for module in (*layers, self.tower.final_norm, self.tower.pooling):
+            if module is not None:
+                module.requires_grad_(False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Put the features of `batch["pixel_values"]` in place of embeddings, in order.
@@ -133,7 +148,7 @@ class ImageInput(nn.Module):
         own = batch["tokens"] == self.config.token_id
         place = unshard(own.long(), context) if context is not None else own.long()
         self._check_count(int(place.sum()), len(images))
-        features = self.features(images, self._sample_ids(batch, place))
+        features = self._features(images, self._sample_ids(batch, place))
         if self.shard.sequence_parallel:
             features = copy_to_group(features, self.shard.group)
         order = shard_sequence((place.flatten().cumsum(0) - 1).view_as(place), context)
@@ -153,6 +168,17 @@ class ImageInput(nn.Module):
         """
         x = self.tower.features(images, layer=self.config.feature_layers, sample_ids=sample_ids)
         return self.projector(x[:, 1:] if self.config.drop_first else x)
+
+    def _features(self, images: Tensor, sample_ids: Tensor | None) -> Tensor:
+        """Return the features of any number of images.
+
+        Without any, nothing of an empty image is used: the parameters have gradients of zero then,
+        which ranks with images wait for.
+        """
+        if len(images):
+            return self.features(images, sample_ids)
+        ids = None if sample_ids is None else sample_ids.new_zeros(1)
+        return self.features(images.new_zeros(1, *images.shape[1:]), ids)[:0]
 
     def _check_count(self, tokens: int, images: int) -> None:
         each = self.config.num_tokens

@@ -110,10 +110,10 @@ class LoadedConfig:
         return model
 
     def _check_images(self, model: ModelConfig, field: str) -> None:
-        if model.images is not None:
-            text = "the model takes images, and the data of a run has none; use one of text "
-            text += "alone, or train it in a loop of your own, with batch['pixel_values']"
-            raise self.error(field, text)
+        has_images = any(each.name == "pixel_values" for each in self.config.data.fields())
+        if model.images is not None and not has_images:
+            text = "the model takes images, and the data has none; use data.kind: image-text, or a "
+            raise self.error(field, text + "model of text alone")
 
     def _check_routers(self, model: ModelConfig) -> None:
         field = "model.moe.top_k" if self.config.model.from_ is None else "model.from"

@@ -54,8 +54,9 @@ class TrainingSection:
         time_budget: Seconds of training after which the run ends, however many steps are done. The
             learning rate follows whichever of steps and time is further, so that a slow machine
             anneals too.
-        freeze: Globs of parameters that are not trained, such as `embedding.*` or `layers.0.*`; `*`
-            matches dots too. They have no optimizer state, and no gradient where none is needed.
+        freeze: Globs of parameters, or of parts of the model, that are not trained, such as
+            `embedding`, `layers.0`, `images.tower` or `*norm.weight`; `*` matches dots too. They
+            have no optimizer state, and no gradient where none is needed.
         compile: Compile layers with torch.compile; equal layers share one compilation.
         cuda_graphs: Capture CUDA graphs: of each `layer`, or in a `step` of a micro-batch's whole
             forward and backward on this rank's stage, and of the optimizer's step. On a CPU they

@@ -112,8 +112,8 @@ def batch_of(config: RunConfig, state: ParallelState) -> dict[str, torch.Tensor]
         if field.cut == "along":
             shape[0] //= state.size("cp")
         value = 1 if field.dtype == "bool" else 0  # a mask hides nothing
-        dtype = getattr(torch, field.dtype)
-        batch[field.name] = torch.full((rows, *shape), value, dtype=dtype)
+        whole = shape if field.joined else [rows, *shape]  # of images there are none
+        batch[field.name] = torch.full(whole, value, dtype=getattr(torch, field.dtype))
     return batch
 
 

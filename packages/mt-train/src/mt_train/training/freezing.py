@@ -17,11 +17,16 @@ _SHOWN = 8
 
 
 def freeze(modules: Iterable[nn.Module], patterns: Iterable[str]) -> None:
-    """Freeze the parameters whose global names match one of the globs."""
+    """Freeze the parameters that one of the globs names, themselves or with their part."""
     for module in modules:
         for name, param in module.named_parameters():
-            if any(fnmatchcase(name, pattern) for pattern in patterns):
+            if any(_names(pattern, name) for pattern in patterns):
                 param.requires_grad = False
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Tell whether a glob names a parameter, or a part of the model that has it."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def whole_model(loaded: LoadedConfig, model: ModelConfig) -> nn.Module:
@@ -56,7 +61,7 @@ def check_freezing(loaded: LoadedConfig, model: ModelConfig) -> None:
         raise loaded.error("lora", str(error)) from error
     names = [name for name, _ in whole.named_parameters()]
     for index, pattern in enumerate(config.training.freeze):
-        if not any(fnmatchcase(name, pattern) for name in names):
+        if not any(_names(pattern, name) for name in names):
             hint = did_you_mean(pattern, names) or f"There are {', '.join(names[:_SHOWN])} ..."
             text = f"{shorten(pattern)} is the name of no parameter. {hint}"
             raise loaded.error(f"training.freeze[{index}]", text)

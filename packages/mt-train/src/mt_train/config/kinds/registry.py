@@ -15,6 +15,7 @@ from typing import Any, cast
 from mt_files import PlainText, SchemaError, build, kinds_of, to_plain
 
 from mt_train.config.kinds.chat import ChatData
+from mt_train.config.kinds.image_text import ImageTextData
 from mt_train.config.kinds.masked import MaskedData
 from mt_train.config.kinds.pairs import PairData
 from mt_train.config.kinds.retro import RetroData
@@ -30,6 +31,7 @@ KINDS: tuple[type[DataSection], ...] = (
     ChatData,
     PairData,
     RetroData,
+    ImageTextData,
 )
 # Keys of files from before there was `data.kind`, and the kinds that they stand for.
 _OBJECTIVES = {"clm": TextData.type_name, "mlm": MaskedData.type_name}

@@ -1,0 +1,272 @@
+"""Runs of a LLaVA on conversations with images: transformers' numbers, alike on every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from mt_data import Rows
+from mt_hf import from_pretrained, open_pretrained, save_pretrained
+from mt_model import GPT, ClassPoolingConfig, ImageInputConfig, gpt, vit
+from mt_multimodal import ImageForm, ImageTextDataset, read_image_preprocessing
+from mt_tokenizer import ChatTemplate, load_tokenizer, train_tokenizer
+from mt_train import ConfigError, load_config
+from PIL import Image
+from transformers import modeling_rope_utils
+from transformers.models.llama import modeling_llama
+from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration
+
+TEMPLATE = """\
+{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+SPECIAL = ["<|eod|>", "<|user|>", "<|assistant|>", "<|end|>", "<image>"]
+LENGTH = 32
+LAYOUTS = {
+    "dp2": (2, "training.micro_batch_size=1"),  # ranks have other numbers of images, or none
+    "pp2": (2, "parallel.pp=2", "training.micro_batch_size=2"),
+    "tp2": (2, "parallel.tp=2"),
+    "cp2": (2, "parallel.cp=2"),  # most cuts lie inside an image
+    "sp2": (2, "parallel.tp=2", "parallel.sequence_parallel=true"),
+    "full": (2, "data_parallel.strategy=full", "training.micro_batch_size=1"),
+    "tp2-cp2": (4, "parallel.tp=2", "parallel.cp=2"),
+}
+IN_CI = ("dp2", "pp2", "tp2", "cp2")
+
+
+def conversations(draw: np.random.Generator, count: int) -> list[tuple[int, dict]]:
+    """Return conversations with their numbers of images: 0, 1 or 3."""
+    found = []
+    for number in range(count):
+        images = (1, 0, 3, 0, 0, 1)[number % 6]
+        asked = "<image>\n" * images + "one " * (1 + number % 2)
+        said = "two " * int(draw.integers(1, 4))
+        turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]
+        found.append((images, {"conversations": turns}))
+    return found
+
+
+def write_tar(path: Path, seed: int, count: int) -> None:
+    draw = np.random.default_rng(seed)
+    with tarfile.open(path, "w") as tar:
+        for number, (images, talk) in enumerate(conversations(draw, count)):
+            members = [(f"{number}.json", json.dumps(talk).encode())]
+            for place in range(images):
+                file = io.BytesIO()
+                pixels = draw.integers(0, 256, (int(draw.integers(5, 20)), 12, 3), np.uint8)
+                Image.fromarray(pixels).save(file, "PNG")
+                members.append((f"{number}.{place}.png", file.getvalue()))
+            for name, content in members:
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a LLaVA with random weights, beside tars of conversations."""
+    path = tmp_path_factory.mktemp("llava")
+    train_tokenizer(["one two"] * 3, 280, SPECIAL).save(path / "tokenizer.json")
+    tokenizer = load_tokenizer(path / "tokenizer.json", eod="<|eod|>")
+    size = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
+    pooling = ClassPoolingConfig(norm=True)
+    tower = vit(**size, embedding_norm=True, final_norm=False, patch_bias=False, pooling=pooling)
+    images = ImageInputConfig(tower=tower, token_id=tokenizer.special_tokens["<image>"])
+    config = gpt(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_size=48,
+        max_sequence_length=64,
+        images=images,
+    )
+    save_pretrained(GPT(config, seed=5, dtype=torch.float64), path / "model")
+    shutil.copy(path / "tokenizer.json", path / "model")
+    (path / "model/chat_template.jinja").write_text(TEMPLATE)
+    preprocessor = {"size": {"height": 8, "width": 8}, "image_processor_type": "CLIPImageProcessor"}
+    (path / "model/preprocessor_config.json").write_text(json.dumps(preprocessor))
+    for seed, (name, count) in enumerate((("a", 30), ("held", 7))):
+        write_tar(path / f"{name}.tar", seed, count)
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path):
+    """Return a function that opens the rows of the tar, and the template that it needs."""
+    model = folder / "model"
+    images = open_pretrained(model).config.images
+    form = ImageForm(
+        preprocessing=read_image_preprocessing(model),
+        token_id=images.token_id,
+        num_tokens=images.num_tokens,
+    )
+    tokenizer = load_tokenizer(model / "tokenizer.json", eod="<|eod|>")
+    with ChatTemplate(TEMPLATE, tokenizer) as template:
+        yield lambda **how: ImageTextDataset(
+            folder / "a.tar", template, form, sequence_length=LENGTH, **how
+        )
+
+
+class WideTorch:
+    """`torch` for a module of transformers that computes in fp32 whatever the model's dtype is."""
+
+    def __getattr__(self, name: str) -> object:
+        return torch.float64 if name in ("float32", "float") else getattr(torch, name)
+
+
+def batch_of(data: ImageTextDataset, numbers: list[int]) -> dict[str, torch.Tensor]:
+    found = Rows().read(data, np.array(numbers))
+    batch = {name: torch.from_numpy(array) for name, array in found.items()}
+    return {**batch, "pixel_values": batch["pixel_values"].double()}
+
+
+def our_gradients(model: GPT, batch: dict[str, torch.Tensor]) -> tuple[float, dict]:
+    model.zero_grad()
+    losses = model(None, batch)
+    losses["lm"].backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return losses["lm"].item(), {name: grad.clone() for name, grad in grads.items()}
+
+
+def test_loss_and_gradients_of_rows_are_those_of_transformers(folder, rows, monkeypatch) -> None:
+    """Rows with no image, one and three, in one batch."""
+    data = rows(packing="none")
+    counts = [data.row(n)["pixel_values"].shape[0] for n in range(len(data))]
+    numbers = [counts.index(count) for count in (0, 1, 3)]
+    batch = batch_of(data, numbers)
+    ours = from_pretrained(folder / "model", dtype=torch.float64)
+    for module in (modeling_llama, modeling_rope_utils):
+        monkeypatch.setattr(module, "torch", WideTorch())
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    theirs = LlavaForConditionalGeneration.from_pretrained(folder / "model", dtype=torch.float64)
+    found = open_pretrained(folder / "model")
+    logits = theirs(input_ids=batch["tokens"], pixel_values=batch["pixel_values"]).logits
+    how = {"ignore_index": -100, "reduction": "sum"}
+    expected = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["labels"].flatten(), **how
+    )
+    expected.backward()
+    loss, grads = our_gradients(ours, batch)
+    assert loss == pytest.approx(expected.item(), rel=1e-9)
+    stored = {_stored(name): param.grad for name, param in theirs.named_parameters()}
+    rounding = 1e-9 * max(grad.norm() for grad in stored.values() if grad is not None)
+    assert grads["images.tower.layers.0.mixer.qkv.weight"].norm() > rounding
+    for name, param in ours.named_parameters():
+        for link in found.links[name]:
+            wanted = stored[link.source]
+            if wanted is None:
+                continue
+            wanted = link.window(wanted, param.shape)
+            got = grads[name][tuple(slice(*ends) for ends in link.area(param.shape))]
+            assert (got - wanted).norm() <= max(1e-9 * wanted.norm(), rounding), link.source
+
+
+def _stored(name: str) -> str:
+    """Return the name in a file of a parameter in memory."""
+    for memory, file in (
+        ("lm_head.", "language_model.lm_head."),
+        ("model.language_model.", "language_model.model."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+    ):
+        if name.startswith(memory):
+            return file + name.removeprefix(memory)
+    raise AssertionError(name)
+
+
+def test_packed_rows_have_the_loss_and_gradients_of_rows_apart(folder, rows) -> None:
+    model = from_pretrained(folder / "model", dtype=torch.float64)
+    packed, apart = rows(), rows(packing="none")
+    assert len(packed) < len(apart) / 1.5
+    ours = our_gradients(model, batch_of(packed, list(range(len(packed)))))
+    theirs = our_gradients(model, batch_of(apart, list(range(len(apart)))))
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-10)
+    largest = max(grad.norm() for grad in theirs[1].values())
+    for name, grad in theirs[1].items():
+        assert (ours[1][name] - grad).norm() <= 1e-10 * largest, name
+
+
+@pytest.fixture(scope="module")
+def started(tiny, folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    given = yaml.safe_load(tiny.config.read_text())
+    given["model"] = {"from": str(folder / "model")}
+    given["data"] = {"kind": "image-text", "train": [str(folder / "a.tar")]}
+    given["data"] |= {"validation": str(folder / "held.tar"), "eod": "<|eod|>"}
+    given["training"] |= {"dtype": "fp64", "steps": 5, "sequence_length": LENGTH}
+    given["training"] |= {"global_batch_size": 4, "micro_batch_size": 4}
+    config = tmp_path_factory.mktemp("config") / "run.yaml"
+    config.write_text(yaml.safe_dump(given))
+    return dataclasses.replace(tiny, config=config)
+
+
+@pytest.fixture(scope="module")
+def one_rank(started, tmp_path_factory) -> Path:
+    return started.train(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def begun(started, tmp_path_factory) -> Path:
+    return started.train(tmp_path_factory.mktemp("begun"), "training.steps=2")
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=() if n in IN_CI else pytest.mark.campaign) for n in LAYOUTS]
+)
+def test_a_run_resumes_and_evaluates_alike_on_every_layout(
+    started, one_rank, begun, tmp_path, losses, metrics_of, layout
+) -> None:
+    nproc, *own = LAYOUTS[layout]
+    run = shutil.copytree(begun, tmp_path / "run")
+    started.train(run, *own, nproc=nproc)
+    assert losses(run) == pytest.approx(losses(one_rank), rel=1e-9)
+    assert len(losses(run)) == 5
+    ours, theirs = (
+        [row["val_loss"] for row in metrics_of(each) if "val_loss" in row][-1]
+        for each in (run, one_rank)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def test_parts_are_frozen_and_have_learning_rates_of_their_own(
+    started, folder, tmp_path
+) -> None:
+    frozen = ("images.tower", "layers", "embedding")
+    run = started.train(
+        tmp_path / "run",
+        f"training.freeze=[{', '.join(frozen)}]",
+        "optimizer.overrides=[{names: 'images.projector.up.*', lr_scale: 0.0}]",
+        f"export.hugging_face={tmp_path / 'out'}",
+        "export.dtype=fp64",
+    )
+    before = dict(from_pretrained(folder / "model", dtype=torch.float64).named_parameters())
+    after = dict(from_pretrained(tmp_path / "out", dtype=torch.float64).named_parameters())
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    changed = {"images.projector.down.weight", "images.projector.down.bias", "final_norm.weight"}
+    assert before.keys() - same == changed
+    kept = {"chat_template.jinja", "preprocessor_config.json", "tokenizer_config.json"}
+    assert kept <= {path.name for path in run.iterdir()}
+
+
+def test_what_does_not_fit_images_is_refused_by_name(started, folder, tmp_path) -> None:
+    other = tmp_path / "preprocessor_config.json"
+    other.write_text(json.dumps({"size": {"height": 8, "width": 9}}))
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    (model / "preprocessor_config.json").unlink()
+    for overrides, match in (
+        ([f"data.preprocessor={other}"], r"data\.preprocessor: .*\[8, 9\].*\[8, 8\]"),
+        ([f"model.from={model}"], r"data\.preprocessor: .*missing"),
+        (["data.kind=chat"], r"takes images, and the data has none; use data\.kind: image-text"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            load_config(started.config, overrides)
