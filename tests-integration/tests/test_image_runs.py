@@ -238,9 +238,7 @@ def test_a_run_resumes_and_evaluates_alike_on_every_layout(
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
-def test_parts_are_frozen_and_have_learning_rates_of_their_own(
-    started, folder, tmp_path
-) -> None:
+def test_parts_are_frozen_and_have_learning_rates_of_their_own(started, folder, tmp_path) -> None:
     frozen = ("images.tower", "layers", "embedding")
     run = started.train(
         tmp_path / "run",

@@ -142,6 +142,6 @@ def test_no_kind_is_named_outside_its_file() -> None:
         if named.search(path.read_text())
     }
     kinds = "mt-train/src/mt_train/config/kinds/"
-    own = {f"{kinds}{kind.type_name}.py" for kind in KINDS}
+    own = {f"{kinds}{kind.type_name.replace('-', '_')}.py" for kind in KINDS}
     datasets = {f"mt-data/src/mt_data/datasets/{name}.py" for name in ("masked", "pairs", "spans")}
     assert found <= own | datasets | {f"{kinds}registry.py", "mt-data/src/mt_data/__init__.py"}

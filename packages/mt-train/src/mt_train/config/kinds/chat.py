@@ -14,7 +14,7 @@ from mt_train.config.kinds.section import DataSection, Sources
 from mt_train.config.limits import path_field
 
 if TYPE_CHECKING:
-    from mt_data import ChatDataset, GPTDataset, RowDataset
+    from mt_data import GPTDataset, RenderedRows, RowDataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class ChatData(DataSection):
             each.is_weighted = any(other.is_weighted for other in found)
         return [*found]
 
-    def dataset(self, path: Path, sources: Sources) -> ChatDataset:
+    def dataset(self, path: Path, sources: Sources) -> RenderedRows:
         """Read a file of conversations.
 
         Raises:
