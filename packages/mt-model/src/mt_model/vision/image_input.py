@@ -76,9 +76,9 @@ class ImageInput(nn.Module):
 
     Parameters: `tower.*` as of `VisionEncoder` and `projector.*` as of `Projector`, split over
     "tp". Ranks that share a sequence each encode all of its images, and tell each other where
-    image tokens are: one all-gather over "cp". The encoder's layers behind the last one whose output
-    is taken are frozen. Under sequence parallelism the features' gradient is
-    summed over "tp".
+    image tokens are: one all-gather over "cp". The encoder's layers behind the last one whose
+    output is taken are frozen. Under sequence parallelism the features' gradient is summed over
+    "tp".
 
     Args:
         config: How the model takes images.
@@ -129,7 +129,7 @@ class ImageInput(nn.Module):
         layers = islice(self.tower.stage_layers(), last + 1, None)
         for module in (*layers, self.tower.final_norm, self.tower.pooling):
             if module is not None:
-                module.requires_grad_(False)
+                module.requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Put the features of `batch["pixel_values"]` in place of embeddings, in order.
