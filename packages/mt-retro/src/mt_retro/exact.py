@@ -13,6 +13,7 @@ BLOCK, SLAB = 8192, 1024  # keys and queries of one product
 _PAIRS = 1 << 14  # distances in fp64 at a time
 _MOST = np.finfo(np.float32).max
 _LARGEST = 1e38  # squared length
+_FEW = 64  # queries, for which finding equal keys takes longer than it saves
 
 Blocks = Callable[[], Iterable[tuple[int, NDArray]]]
 Gather = Callable[[NDArray[np.int64]], NDArray]
@@ -83,7 +84,7 @@ def nearest(
         for start in range(0, len(queries), SLAB)
     ]
     for start, keys in blocks():
-        block = _Block.of(start, keys)
+        block = _Block.of(start, keys, joins=len(queries) > _FEW)
         for slab in slabs:
             slab.take(block)
     found = [slab.result(gather) for slab in slabs]
@@ -123,7 +124,7 @@ def distances_of(queries: NDArray, keys: NDArray) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Block:
-    """A block of keys, of which equal ones are computed once.
+    """A block of keys, of which equal ones are computed once, or each for itself.
 
     Attributes:
         start: Number of the first key.
@@ -142,12 +143,12 @@ class _Block:
     order: NDArray[np.int64]
 
     @classmethod
-    def of(cls, start: int, keys: NDArray) -> _Block:
+    def of(cls, start: int, keys: NDArray, *, joins: bool) -> _Block:
         squares = check_vectors("keys", keys, start)
         keys = np.ascontiguousarray(keys)
         with np.errstate(over="ignore"):
             low = keys.astype(np.float32, copy=False)
-        kinds = _equal_rows(keys)
+        kinds = _equal_rows(keys) if joins else np.arange(len(keys))
         members = np.argsort(kinds, kind="stable")
         ends = np.cumsum(np.bincount(kinds))
         if len(ends) < len(keys):
