@@ -13,6 +13,7 @@ from mt_files import did_you_mean, import_failure, shorten
 
 from mt_infer.commands.bench import Bench
 from mt_infer.commands.chat import Chat
+from mt_infer.commands.embed import Embed
 from mt_infer.commands.export import Export
 from mt_infer.commands.flags import flag_of, options_of
 from mt_infer.commands.generate import Generate
@@ -29,6 +30,7 @@ _COMMANDS = {
     "replay": Replay,
     "quantize": Quantize,
     "export": Export,
+    "embed": Embed,
 }
 
 

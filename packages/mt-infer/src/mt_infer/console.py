@@ -6,6 +6,12 @@ import contextlib
 import io
 import os
 import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mt_parallel_state import DistributedEnv
 
 _MAX_MESSAGE = 2000
 
@@ -24,6 +30,19 @@ def say(message: str) -> None:
     """Write a line to stderr; a closed stderr is no error."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"mt-infer: {bounded(message)}\n")
+
+
+@contextlib.contextmanager
+def told_once(env: DistributedEnv) -> Iterator[None]:
+    """Let one rank of each node report an error that all of them find."""
+    # The launcher ends all ranks as soon as one exits, so the silent ones wait a second.
+    try:
+        yield
+    except Exception:
+        if env.local_rank > 0:
+            time.sleep(1)
+            sys.exit(1)
+        raise
 
 
 def keep_quiet(_: str) -> None:

@@ -145,7 +145,9 @@ class Run:
 
 
 @contextmanager
-def open_run(folder: Path, step: int | None = None, *, download: bool = False) -> Iterator[Run]:
+def open_run(
+    folder: Path, step: int | None = None, *, download: bool = False, writes: bool = True
+) -> Iterator[Run]:
     """Open and check a folder; concurrent training does not remove its checkpoint meanwhile.
 
     Args:
@@ -154,6 +156,8 @@ def open_run(folder: Path, step: int | None = None, *, download: bool = False) -
             cache of the Hugging Face hub.
         step: Step of a run's checkpoint; None for the latest.
         download: Whether to download a model of the hub that is not in the cache.
+        writes: Whether the model must predict the next token; one that sees tokens on both sides
+            can embed texts.
 
     Raises:
         RunError: The folder is neither, has no committed checkpoint, or its parts don't fit.
@@ -166,7 +170,7 @@ def open_run(folder: Path, step: int | None = None, *, download: bool = False) -
     folder = find_folder(folder, download=download)
     run = RunFolder(folder)
     if (folder / "config.json").exists() and not run.checkpoints.exists():
-        yield _open_pretrained(folder, step)
+        yield _open_pretrained(folder, step, writes=writes)
         return
     if not run.tokenizer.exists():
         raise RunError(f"{run.tokenizer} is missing; {_WANTED}")
@@ -175,7 +179,7 @@ def open_run(folder: Path, step: int | None = None, *, download: bool = False) -
     with hold_checkpoint(run.checkpoints, step) as path:
         manifest = inspect_checkpoint(path)
         saved = manifest.metadata_as(SavedModel)
-        config = _model(saved, manifest, path)
+        config = _model(saved, manifest, path, writes=writes)
         if saved.tokenizer is None:
             raise RunError(f"{path} came without a tokenizer; import it from a folder that has one")
         tokenizer = load_tokenizer(run.tokenizer, eod=saved.tokenizer.eod)
@@ -188,7 +192,7 @@ def open_run(folder: Path, step: int | None = None, *, download: bool = False) -
         yield Run(folder=folder, source=path, step=manifest.step, **found)
 
 
-def _open_pretrained(folder: Path, step: int | None) -> Run:
+def _open_pretrained(folder: Path, step: int | None, *, writes: bool) -> Run:
     """Check a folder of Hugging Face, in full or low precision."""
     if step is not None:
         raise RunError(f"{folder} is a folder of Hugging Face and has no steps; leave --step out")
@@ -196,7 +200,8 @@ def _open_pretrained(folder: Path, step: int | None) -> Run:
     config = found.config
     if not isinstance(config, ModelConfig):
         raise RunError(f"{folder}: a {found.family.name} model writes no text; pass one that does")
-    _check_writes(config, folder)
+    if writes:
+        _check_writes(config, folder)
     tokenizer = None if found.tokenizer is None else _tokenizer_of(found.tokenizer, found, config)
     how = {"own_tokenizer": tokenizer, "num_tokens": config.vocab_size}
     padded = found.padded(config.usual_vocab_multiple)
@@ -216,7 +221,7 @@ def _tokenizer_of(path: Path, found: Pretrained, config: ModelConfig) -> Tokeniz
     return tokenizer
 
 
-def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
+def _model(saved: SavedModel, manifest: Manifest, path: Path, *, writes: bool) -> ModelConfig:
     """Return the config in the metadata, checked against the stored arrays."""
     load_installed_plugins()
     load_recorded_plugins(saved.plugins)
@@ -228,7 +233,8 @@ def _model(saved: SavedModel, manifest: Manifest, path: Path) -> ModelConfig:
             f"{path}: its metadata holds no model that this version can build: {problems}; use the "
             "version that trained it"
         ) from error
-    _check_writes(config, path)
+    if writes:
+        _check_writes(config, path)
     prefix = f"{RunFolder.WEIGHTS}/"
     weights = [spec for name, spec in manifest.arrays.items() if name.startswith(prefix)]
     stored = sum(math.prod(spec.shape) for spec in weights)
@@ -282,7 +288,7 @@ def same_run(run: Run, state: ParallelState) -> Iterator[Run]:
     if int(chosen) == run.step:
         yield run
         return
-    with open_run(run.folder, int(chosen)) as other:
+    with open_run(run.folder, int(chosen), writes=False) as other:  # it is checked
         yield other
 
 

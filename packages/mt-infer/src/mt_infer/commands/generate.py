@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +13,7 @@ import tyro
 from mt_files import quick_imports
 
 from mt_infer.commands.flags import flag_of, options_of
-from mt_infer.console import print_text, say
+from mt_infer.console import print_text, say, told_once
 
 if TYPE_CHECKING:
     from mt_parallel_state import DistributedEnv
@@ -58,6 +56,9 @@ class Generate:
     database: Path | None = None
     """A database of mt-retro: after each chunk of prompt and continuation, a model that reads
     neighbours (model.retro) reads the nearest passages there; needs mt-infer[retro]."""
+    embedder: Path | None = None
+    """The model by which --database was embedded (mt-infer embed); by default the built-in
+    embedding of mt-retro."""
     passage: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A text that such a model reads beside each chunk, in place of a database; may be given
     several times."""
@@ -122,7 +123,7 @@ class Generate:
 
         env = detect_env()
         with contextlib.ExitStack() as stack:
-            with _told_once(env):
+            with told_once(env):
                 sampling = _check_options(self, env)
                 run = stack.enter_context(open_run(self.run, self.step, download=self.download))
                 self.download = False  # once, and not by each rank
@@ -138,19 +139,6 @@ class Generate:
             if completion.end == "length" and sampling.grammar_field is not None:
                 say(f"--max-tokens {self.max_tokens} ended the text before its grammar did")
         return 0
-
-
-@contextlib.contextmanager
-def _told_once(env: DistributedEnv) -> Iterator[None]:
-    """Let one rank of each node report an error that all of them find."""
-    # The launcher ends all ranks as soon as one exits, so the silent ones wait a second.
-    try:
-        yield
-    except Exception:
-        if env.local_rank > 0:
-            time.sleep(1)
-            sys.exit(1)
-        raise
 
 
 def _check_asked(command: Generate) -> None:

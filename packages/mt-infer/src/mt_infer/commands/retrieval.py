@@ -7,6 +7,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
 from mt_files import to_plain
 from mt_parallel_state import DistributedEnv, ParallelState
 
@@ -16,6 +17,7 @@ from mt_infer.commands.flags import flag_of
 from mt_infer.completion import Completion
 from mt_infer.console import say
 from mt_infer.digests import run_digest
+from mt_infer.embedding import load_embedder
 from mt_infer.loading import Run, load_weights, same_run
 from mt_infer.retrieval import Passages, Retrieve
 from mt_infer.sampling import Sampling
@@ -43,6 +45,8 @@ def check_retrieval(command: Generate, run: Run, processes: int) -> None:
                 "them out, or train a model with model.retro"
             )
         return
+    if command.embedder is not None and command.database is None:
+        raise ValueError("--embedder is for --database; name one, or leave it out")
     if command.database is not None and command.passage:
         raise ValueError("--database and --passage contradict each other: leave one out")
     given = [flag_of(name) for name in _OTHER if getattr(command, name)]
@@ -57,7 +61,9 @@ def check_retrieval(command: Generate, run: Run, processes: int) -> None:
     for passage in command.passage:
         encode_prompt(passage, run.tokenizer, run.config)
     if command.database is not None:
-        _database(command, run)
+        database = _database(command, run)
+        if command.embedder is None:
+            _ = database.embedding  # refuses vectors of a model
 
 
 def _database(command: Generate, run: Run) -> Any:
@@ -76,14 +82,17 @@ def _database(command: Generate, run: Run) -> Any:
     return database
 
 
-def _retrieve(command: Generate, run: Run) -> Retrieve | None:
+def _retrieve(command: Generate, run: Run, device: torch.device) -> Retrieve | None:
     if command.passage:
         return Passages([run.tokenizer.encode(text) for text in command.passage])
     if command.database is None:
         return None
     from mt_retro import Retriever
 
-    return Retriever(_database(command, run))
+    embed = None
+    if command.embedder is not None:
+        embed = load_embedder(command.embedder, source=run.tokenizer, device=device)
+    return Retriever(_database(command, run), embed)
 
 
 def retrieving_continuation(
@@ -103,7 +112,7 @@ def retrieving_continuation(
     with same_run(run, state) as agreed:
         generator = load_weights(agreed, state, **how)
     use_threads(generator.model)
-    retrieve = _retrieve(command, run)
+    retrieve = _retrieve(command, run, state.device)
     kept = {"kv_cache_dtype": command.kv_cache_dtype}
     generator = replace(generator, **kept, retrieve=retrieve)
     if retrieve is None and env.rank == 0:
