@@ -1,4 +1,4 @@
-"""Neighbours for the chunks of a text that is being written (Retro)."""
+"""Neighbours of the chunks of a growing text (Retro)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def retrieved(
 
     Args:
         retrieve: The function that finds them.
-        text: All tokens so far, with those of the pass.
+        text: All tokens so far, the new ones too.
         held: Number of tokens before the pass.
         retro: How the model attends to neighbours.
         vocab_size: Size of the model's vocabulary.
