@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mt_files import check_type
 
 from mt_ckpt.error import CheckpointError
+from mt_ckpt.path import as_path, disk_of
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.save import Save
 from mt_ckpt.shard import TensorShard
@@ -60,7 +61,7 @@ class BackgroundSaver:
         keep: int | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
-        self._root, self._keep = Path(root), keep
+        self._root, self._keep = as_path(root), keep
         self._ranks, self._event = Ranks(group), on_event or (lambda _: None)
         self._buffers: dict[_Key, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -99,6 +100,7 @@ class BackgroundSaver:
             keep=self._keep,
             event=self._event,
             locks=True,
+            disk=disk_of(self._root),
         )
         if self._ranks.size > 1:
             save.agree(self._ranks)

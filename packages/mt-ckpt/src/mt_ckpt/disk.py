@@ -45,9 +45,11 @@ class Disk:
 
     Attributes:
         threads: Number of threads that sync or remove many files at once.
+        has_folders: Whether a file needs a folder that is made before.
     """
 
     threads = 8
+    has_folders = True
 
     def exists(self, path: Path) -> bool:
         """Return whether there is a file or a folder at a path."""
@@ -65,8 +67,15 @@ class Disk:
         """Return the time of a file's last change, in seconds since the epoch."""
         return path.stat().st_mtime
 
-    def open(self, path: Path, *, within: Path) -> tuple[BinaryIO, int]:
-        """Open a file below `within` for reading, and return it with its size in bytes."""
+    def open(self, path: Path, *, within: Path, parts: bool = False) -> tuple[BinaryIO, int]:
+        """Open a file below `within` for reading, and return it with its size in bytes.
+
+        Args:
+            path: The file.
+            within: Folder that links must not leave.
+            parts: Whether the reader reads parts of it, and not all from start to end.
+        """
+        del parts  # nothing is read ahead
         stream = mt_files.open_file(path, within=within)
         return stream, os.fstat(stream.fileno()).st_size
 
@@ -106,6 +115,19 @@ class Disk:
         """Close a file."""
         os.close(descriptor)
 
+    def put(self, path: Path, blocks: Iterable[memoryview], *, size: int) -> None:
+        """Write a new file from blocks of `size` bytes in all."""
+        del size
+        descriptor = self.create(path)
+        try:
+            for block in blocks:
+                rest = block
+                while rest:  # the system may write less than asked
+                    rest = rest[self.write(descriptor, rest) :]
+            self.begin_sync(descriptor)
+        finally:
+            self.close(descriptor)
+
     def fsync(self, path: Path) -> None:
         """Wait until a file, or the names in a folder, are on the disk."""
         mt_files.sync(path)
@@ -122,11 +144,22 @@ class Disk:
         """Remove an empty folder."""
         path.rmdir()
 
+    def remove_tree(self, path: Path) -> None:
+        """Remove a folder as far as possible, with the files of many folders in parallel."""
+        found = [(Path(folder), below, files) for folder, below, files in os.walk(path)]
 
-def disk_of(path: Path) -> Disk:
-    """Return the disk on which a path is read."""
-    del path
-    return Disk()
+        def remove_files(entry: tuple[Path, list[str], list[str]]) -> None:
+            folder, below, files = entry
+            links = [name for name in below if (folder / name).is_symlink()]
+            for name in (*files, *links):
+                with contextlib.suppress(OSError):
+                    self.unlink(folder / name)
+
+        for _ in in_threads(remove_files, found, threads=self.threads):
+            pass
+        for folder, _, _ in reversed(found):
+            with contextlib.suppress(OSError):
+                self.rmdir(folder)
 
 
 def create_file(disk: Disk, path: Path, content: bytes, *, total: int | None = None) -> None:
@@ -148,19 +181,13 @@ def write_blocks(
     needed = f" (needed {size} bytes for this file"
     needed += ")" if total is None else f" and {total} bytes for the checkpoint)"
     with disk_errors("write", path, needed=needed):
-        descriptor = disk.create(path)
-        try:
-            for block in blocks:
-                rest = block
-                while rest:  # the system may write less than asked
-                    rest = rest[disk.write(descriptor, rest) :]
-            disk.begin_sync(descriptor)
-        finally:
-            disk.close(descriptor)
+        disk.put(path, blocks, size=size)
 
 
 def make_folders(disk: Disk, path: Path) -> None:
     """Create a folder and its missing parents durably."""
+    if not disk.has_folders:
+        return
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         with disk_errors("create", folder), contextlib.suppress(FileExistsError):
@@ -209,24 +236,6 @@ def in_threads(action: Callable[[T], R], items: Iterable[T], *, threads: int) ->
             yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def remove_tree(disk: Disk, path: Path) -> None:
-    """Remove a directory as far as possible, with the files of many folders in parallel."""
-    found = [(Path(folder), below, files) for folder, below, files in os.walk(path)]
-
-    def remove_files(entry: tuple[Path, list[str], list[str]]) -> None:
-        folder, below, files = entry
-        links = [name for name in below if (folder / name).is_symlink()]
-        for name in (*files, *links):
-            with contextlib.suppress(OSError):
-                disk.unlink(folder / name)
-
-    for _ in in_threads(remove_files, found, threads=disk.threads):
-        pass
-    for folder, _, _ in reversed(found):
-        with contextlib.suppress(OSError):
-            disk.rmdir(folder)
 
 
 def _list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:

@@ -10,10 +10,10 @@ from typing import BinaryIO
 
 from mt_files import MissingFileError, check_type
 
-from mt_ckpt.disk import disk_of
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import POLL_SECONDS, share
 from mt_ckpt.manifest import MANIFEST, step_of
+from mt_ckpt.path import as_path, disk_of
 from mt_ckpt.root import committed_steps, latest_checkpoint
 
 _PATIENCE_SECONDS = 20.0
@@ -28,7 +28,7 @@ def hold_checkpoint(path: str | Path, step: int | None = None) -> Iterator[Path]
     Use it to read during a training run: `keep=` of `save_checkpoint` skips a held step and removes
     it at a later save. The hold is a shared lock of the kernel (flock), so it ends with the
     process. On a file system without such locks a step stays for a minute after a newer one was
-    committed.
+    committed, and in an object store for ten minutes.
 
     Args:
         path: A folder of checkpoints, or a step directory.
@@ -38,7 +38,7 @@ def hold_checkpoint(path: str | Path, step: int | None = None) -> Iterator[Path]
     Raises:
         CheckpointError: There is no such checkpoint, or `latest` names none.
     """
-    folder, deadline = Path(path), time.monotonic() + _PATIENCE_SECONDS
+    folder, deadline = as_path(path), time.monotonic() + _PATIENCE_SECONDS
     while (file := _try_share(target := _choose(folder, step), again=folder)) is None:
         if time.monotonic() > deadline:
             raise CheckpointError(

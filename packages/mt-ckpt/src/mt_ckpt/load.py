@@ -19,6 +19,7 @@ from mt_ckpt.dtype import dtype_name
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import Manifest, check_step, read_manifest
+from mt_ckpt.path import as_path
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.shard import TensorShard
 from mt_ckpt.stored.content import open_checkpoint
@@ -56,14 +57,14 @@ def load_checkpoint(
         CheckpointError: The checkpoint is damaged or does not match the request; names files and
             tensors. After a damaged chunk, tensors may be partly filled.
     """
-    ranks = Ranks(group)
+    ranks, root = Ranks(group), as_path(path)
     with contextlib.ExitStack() as stack:
 
         def choose(_: list[None]) -> str:
-            found = stack.enter_context(hold_checkpoint(path))
-            return "" if found == Path(path) else found.name
+            found = stack.enter_context(hold_checkpoint(root))
+            return "" if found == root else found.name
 
-        folder = Path(path) / ranks.phase(lambda: None, choose)
+        folder = root / ranks.phase(lambda: None, choose)
         prefixes = (ignore,) if isinstance(ignore, str) else tuple(ignore)
         load = _Load(folder, list(shards), prefixes, cast)
         # Every rank holds the step from here on, and nothing is filled before all agree.

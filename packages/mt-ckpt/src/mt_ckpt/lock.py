@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import time
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ from typing import BinaryIO
 
 from mt_ckpt.disk import disk_errors
 from mt_ckpt.manifest import MANIFEST, open_manifest
+from mt_ckpt.path import StoredPath
 
 # On a file system without locks, a step stays this long after a newer one was committed.
 GRACE_SECONDS = 60.0
+STORE_GRACE_SECONDS = 600.0  # in an object store, which has no locks for readers
 POLL_SECONDS = 0.002
 
 
@@ -32,6 +35,9 @@ def share(path: Path) -> BinaryIO | None:
         CheckpointError: It is not, or no longer, a checkpoint.
     """
     file = open_manifest(path)
+    if isinstance(path, StoredPath):
+        file.close()
+        return io.BytesIO()
     held = _lock(file.fileno(), fcntl.LOCK_SH)
     # The directory may have been moved between the open and the lock.
     if held is not False and _is_at(file.fileno(), path / MANIFEST):
@@ -49,6 +55,9 @@ def claim(path: Path, *, superseded: float, wait: float = 0.0) -> Iterator[bool]
         superseded: Time at which a newer step was committed, in seconds since the epoch.
         wait: Seconds to wait for its readers.
     """
+    if isinstance(path, StoredPath):
+        yield time.time() - superseded > STORE_GRACE_SECONDS
+        return
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with disk_errors("open", path / MANIFEST):
         try:  # network file systems require write access for an exclusive lock

@@ -19,14 +19,15 @@ import torch
 from mt_files import (
     FileError,
     MissingFileError,
+    ObjectError,
     SchemaError,
     build,
     shorten,
 )
 
 from mt_ckpt.array import ArraySpec, group_names
-from mt_ckpt.disk import disk_of
 from mt_ckpt.error import CheckpointError
+from mt_ckpt.path import disk_of
 from mt_ckpt.shard import check_name
 from mt_ckpt.value import (
     MAX_BYTES,
@@ -41,8 +42,10 @@ from mt_ckpt.value import (
 
 T = TypeVar("T")
 MANIFEST = "mt-manifest.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_WITHOUT_FOLDER = 3  # what version 4 adds is the folder
 _STEP = re.compile(r"step_(\d{8,18})")
+_FOLDER = re.compile(r"[0-9a-f]{32}")
 _HEAD_BYTES = 4096
 _NODE_BYTES = 8192  # of one node's document; ours have about 600
 _PACK_NAME_BYTES = 64
@@ -59,12 +62,15 @@ class Manifest:
         metadata: Metadata given to `save_checkpoint`.
         arrays: Description of each array, by name.
         files: Size and hash of each file except the manifest, by relative path.
+        folder: Folder in the step directory that the files are in; empty for the directory itself.
+            In an object store each save has a folder of its own.
     """
 
     step: int
     metadata: dict[str, Any]
     arrays: dict[str, ArraySpec]
     files: dict[str, FileRecord]
+    folder: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < 10**18:
@@ -99,6 +105,11 @@ class Manifest:
                 raise ValueError(f"{path}: a document of Zarr has at most {limit} bytes here")
         for path, arrays in self.packs.items():
             self._check_pack(path, arrays)
+        self._check_folder()
+
+    def _check_folder(self) -> None:
+        if self.folder and not _FOLDER.fullmatch(self.folder):
+            raise ValueError(f"folder is {shorten(self.folder)}; it has 32 hexadecimal digits")
 
     def _check_pack(self, path: str, arrays: Mapping[str, ArraySpec]) -> None:
         """Raise ValueError if a pack is larger than a save writes, or a chunk lies outside."""
@@ -166,7 +177,7 @@ class Manifest:
         """Return the manifest file: one JSON object whose first line has the hash of the rest."""
         body = {
             "format": "mt-ckpt",
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_VERSION if self.folder else _WITHOUT_FOLDER,
             "versions": {
                 "mt-ckpt": version("mt-ckpt"),
                 "torch": torch.__version__,
@@ -174,6 +185,7 @@ class Manifest:
                 "zarr": version("zarr"),
             },
             "step": self.step,
+            **({"folder": self.folder} if self.folder else {}),
             "metadata": self.metadata,
             "arrays": {name: array_record(spec) for name, spec in self.arrays.items()},
             "files": {path: item.record() for path, item in self.files.items()},
@@ -253,6 +265,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         check_metadata(body.get("metadata"))
         return Manifest(
             step=typed(body, "step", int),
+            folder=typed(body, "folder", str) if "folder" in body else "",
             metadata=typed(body, "metadata", dict),
             arrays={
                 name: array_spec(name, value, found)
@@ -281,18 +294,20 @@ def open_manifest(checkpoint: Path) -> BinaryIO:
 def _manifest_errors(checkpoint: Path) -> Iterator[Path]:
     """Yield the path of the manifest, and turn file errors into CheckpointErrors."""
     path = checkpoint / MANIFEST
-    if not disk_of(checkpoint).is_folder(checkpoint):
-        error = MissingFileError(checkpoint, "no such checkpoint directory")
-        raise CheckpointError(str(error), file=str(checkpoint)) from error
-    if path.is_symlink():
+    if disk_of(path).has_folders and path.is_symlink():
         raise _damaged(path, "is a symbolic link; a checkpoint holds plain files only")
     try:
         yield path
     except MissingFileError as error:
+        if not disk_of(checkpoint).is_folder(checkpoint):
+            text = f"{checkpoint}: no such checkpoint directory"
+            raise CheckpointError(text, file=str(checkpoint)) from error
         raise CheckpointError(
             f"{path}: missing, so {checkpoint} is not a complete checkpoint. {_ADVICE}",
             file=MANIFEST,
         ) from error
+    except ObjectError as error:
+        raise CheckpointError(str(error), file=MANIFEST) from error
     except FileError as error:
         raise _damaged(path, error.problem) from error
 

@@ -5,42 +5,54 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
 from mt_files import FileError, FolderLock, MissingFileError
 
-from mt_ckpt.disk import Disk, create_file, disk_errors, disk_of, remove_tree, sync
+from mt_ckpt.disk import Disk, create_file, disk_errors, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, check_step, claimed_step, step_name, step_of
+from mt_ckpt.objects.disk import StoreDisk
+from mt_ckpt.objects.lease import Lease
+from mt_ckpt.path import as_path, disk_of
+from mt_ckpt.publication import stray_folders
 
 LATEST = "latest"
 LOCK = ".lock"
 _LATEST_BYTES = 64
+_NAMED = re.compile(rb"(step_\d{8,18})\n(?:write [0-9a-f]{32}\n)?")  # the id is a store's
 _STALE = re.compile(r"\.(step_\d{8,18}|latest)\.(tmp|old)-[0-9a-f]{32}")
 
 
 @contextlib.contextmanager
-def lock_root(root: Path, *, purpose: str) -> Iterator[None]:
+def lock_root(root: Path, *, purpose: str) -> Iterator[Callable[[], None]]:
     """Keep other saves and `clean` out of a folder of checkpoints during the block.
 
-    On a file system without locks, nobody is kept out.
+    On a file system without locks, nobody is kept out. The lock of an object store can be lost.
+
+    Yields:
+        Function that raises a CheckpointError if the lock is lost.
 
     Raises:
         CheckpointError: Another process holds the lock; the message names the process.
     """
+    disk = disk_of(root)
     with contextlib.ExitStack() as stack:
+        if isinstance(disk, StoreDisk):
+            yield stack.enter_context(Lease(disk, root / LOCK, purpose=purpose)).check
+            return
         with disk_errors("lock", root):
             stack.enter_context(FolderLock(root, purpose=purpose, name=LOCK))
-        yield
+        yield lambda: None
 
 
 def committed_steps(root: Path) -> dict[int, Path]:
     """Return the committed step directories, oldest step first."""
     disk = disk_of(root)
-    if not disk.is_folder(root):
+    if disk.has_folders and not disk.is_folder(root):
         return {}
     with disk_errors("list", root):
         names = disk.names(root)
@@ -52,11 +64,12 @@ def named_checkpoint(root: Path) -> Path | None:
     """Return the checkpoint that the file `latest` names; None without this file."""
     before = None
     while (content := _read_latest(root)) is not None:
-        steps = committed_steps(root).values()
-        named = {f"{step.name}\n".encode(): step for step in steps}
-        if content in named:
-            return named[content]
+        match = _NAMED.fullmatch(content)
+        path = None if match is None else root / match[1].decode()
+        if path is not None and step_of(path) is not None and disk_of(root).exists(path / MANIFEST):
+            return path
         if content == before:
+            steps = committed_steps(root).values()
             have = ", ".join(step.name for step in steps) or "none"
             raise CheckpointError(
                 f"{root / LATEST}: its content {content!r} names no checkpoint in {root} (there: "
@@ -96,9 +109,10 @@ def latest_checkpoint(root: str | Path) -> Path | None:
     Raises:
         CheckpointError: `latest` is unreadable or names no checkpoint.
     """
-    root = Path(root)
-    newest = list(committed_steps(root).values())[-1:]
-    path = named_checkpoint(root) or next(iter(newest), None)
+    root = as_path(root)
+    path = named_checkpoint(root)
+    if path is None:
+        path = next(reversed(committed_steps(root).values()), None)
     if path is not None:
         check_step(path, claimed_step(path))
     return path
@@ -117,7 +131,7 @@ def clean(root: str | Path) -> list[Path]:
         CheckpointError: A save is under way in `root`; the message names its process, and nothing
             is removed.
     """
-    root = Path(root)
+    root = as_path(root)
     if not _leftovers(root):  # most often, and then nothing is written, not even a lock
         return []
     with lock_root(root, purpose="removing the leftovers of killed saves"):
@@ -126,8 +140,11 @@ def clean(root: str | Path) -> list[Path]:
 
 def _leftovers(root: Path) -> list[Path]:
     disk = disk_of(root)
-    if not disk.is_folder(root):
+    if disk.has_folders and not disk.is_folder(root):
         return []
+    if isinstance(disk, StoreDisk):
+        with disk_errors("list", root):
+            return stray_folders(disk, root)
     with disk_errors("list", root):
         return [root / name for name in disk.names(root) if _STALE.fullmatch(name)]
 
@@ -136,6 +153,9 @@ def remove_leftovers(disk: Disk, root: Path) -> list[Path]:
     """Do the work of `clean` in a folder that `lock_root` holds."""
     stale = _leftovers(root)
     for path in list(stale):
+        if not disk.has_folders:
+            disk.remove_tree(path)
+            continue
         name, kind = cast("re.Match[str]", _STALE.fullmatch(path.name)).groups()
         # A save was killed after it moved the first checkpoint aside and before its rename.
         whole = kind == "old" and disk.exists(path / MANIFEST)
@@ -147,7 +167,7 @@ def remove_leftovers(disk: Disk, root: Path) -> list[Path]:
             continue
         with disk_errors("remove", path):
             if disk.is_folder(path) and not path.is_symlink():
-                remove_tree(disk, path)
+                disk.remove_tree(path)
             else:
                 disk.unlink(path)
     return stale
@@ -159,7 +179,17 @@ def hidden_name(root: Path, name: str, kind: str) -> Path:
 
 
 def set_aside(disk: Disk, path: Path) -> Path:
-    """Rename a step directory to a hidden name, so that no reader sees half of it."""
+    """Make a step directory no checkpoint, so that no reader sees half of it.
+
+    It is renamed to a hidden name; in an object store, it loses its manifest.
+
+    Returns:
+        The path of its contents.
+    """
+    if not disk.has_folders:
+        with disk_errors("remove", path):
+            disk.unlink(path / MANIFEST)
+        return path
     aside = hidden_name(path.parent, path.name, "old")
     with disk_errors("rename", path):
         disk.rename(path, aside)
@@ -206,4 +236,4 @@ def retain(disk: Disk, root: Path, keep: int, step: int, *, after: int | None) -
             if free:
                 aside = set_aside(disk, steps[number])
                 sync(disk, root)
-                remove_tree(disk, aside)
+                disk.remove_tree(aside)

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 from mt_files import Checks, shorten
 
-from mt_ckpt.disk import disk_of
 from mt_ckpt.manifest import MANIFEST
+from mt_ckpt.path import StoredPath, disk_of
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -54,7 +54,9 @@ class RunFolder:
     def of(cls, path: Path) -> RunFolder:
         """Return the run that a step directory belongs to; any other folder is a run itself."""
         is_step = disk_of(path).exists(path / MANIFEST)
-        return cls(path.resolve().parents[1] if is_step else path)
+        if not is_step:
+            return cls(path)
+        return cls((path if isinstance(path, StoredPath) else path.resolve()).parent.parent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,6 @@ from mt_ckpt.disk import (
     disk_errors,
     in_threads,
     make_folders,
-    remove_tree,
     sync,
     sync_all,
     write_blocks,
@@ -30,7 +29,10 @@ from mt_ckpt.grid import Box, chunk_indices
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, Manifest, step_name
 from mt_ckpt.metadata import zarr_documents
+from mt_ckpt.objects.disk import StoreDisk
+from mt_ckpt.path import as_path, disk_of
 from mt_ckpt.plan import describe_shards, own_shards, plan_arrays
+from mt_ckpt.publication import StoredStep
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.root import (
     LATEST,
@@ -71,7 +73,8 @@ def save_checkpoint(
     of old steps, a save holds a lock on `root`.
 
     Args:
-        root: Folder of the checkpoints, on a file system that all ranks share.
+        root: Folder of the checkpoints, on a file system that all ranks share; or its URL in an
+            object store, such as `s3://bucket/run/checkpoints`.
         step: Training step. A committed directory of this step is replaced, unless `latest` names
             it (it stems from a save killed just before its end, or from before a run went back).
         shards: This rank's boxes. Over all ranks, the shards with `write=True` must cover every
@@ -94,8 +97,9 @@ def save_checkpoint(
             the same error on every rank. The temporary directory is removed, and earlier
             checkpoints are unchanged.
     """
-    event = on_event or (lambda _: None)
-    save = Save(Path(root), step, list(shards), metadata, keep=keep, event=event, locks=True)
+    event, path = on_event or (lambda _: None), as_path(root)
+    save = Save(path, step, list(shards), metadata, keep=keep, event=event, disk=disk_of(path))
+    save.locks = True
     return save.run(Ranks(group))
 
 
@@ -106,6 +110,7 @@ class Save:
     Attributes:
         locks: Whether to lock `root`; a caller that decides by its contents holds the lock already.
         disk: The disk to which everything is written.
+        check: Raises an error if the lock on `root` is lost.
     """
 
     root: Path
@@ -117,9 +122,11 @@ class Save:
     event: Callable[[str], None]
     locks: bool = False
     disk: Disk = field(default_factory=Disk)
+    check: Callable[[], None] = field(default=lambda: None, init=False)
     # Set on rank 0 only: the temporary directory, and the checkpoint that it replaces.
     temp: Path | None = field(default=None, init=False)
     old: Path | None = field(default=None, init=False)
+    stored: StoredStep | None = field(default=None, init=False)  # in an object store
     arrays: dict[str, ArraySpec] = field(default_factory=dict, init=False)
     # Set on every rank: whether there is a plan, its chunks and slices by array, and its packs.
     agreed: bool = field(default=False, init=False)
@@ -203,23 +210,36 @@ class Save:
         packs = sorted({spec.pack for spec in self.arrays.values() if spec.pack is not None})
         make_folders(self.disk, self.root)
         if self.locks:
-            self.lock.enter_context(lock_root(self.root, purpose=f"saving step {self.step}"))
+            lock = lock_root(self.root, purpose=f"saving step {self.step}")
+            self.check = self.lock.enter_context(lock)
         self.check_free()
-        temp = hidden_name(self.root, step_name(self.step), "tmp")
-        self.temp = temp  # from here on, a failure removes it
+        temp = self.begin()
         filed = {name: spec for name, spec in self.arrays.items() if spec.pack is None}
         documents = zarr_documents(filed, step=self.step, packs=packs)
         for path in sorted(documents, key=lambda path: Path(path).parent):  # parents come first
             folder = (temp / path).parent
             with disk_errors("create", folder):
                 self.disk.mkdir(folder)
-            create_file(self.disk, temp / path, documents[path], total=total)
             content = documents[path]
             self.files[path] = FileRecord(size=len(content), digest=digest_of(content))
+
+        def write(path: str) -> None:
+            create_file(self.disk, temp / path, documents[path], total=total)
+
+        for _ in in_threads(write, documents, threads=self.disk.threads):
+            pass
         if packs:
             with disk_errors("create", temp / PACKS):
                 self.disk.mkdir(temp / PACKS)
-        return {"temp": temp.name, "total": total}
+        return {"temp": "/".join(temp.parts[len(self.root.parts) :]), "total": total}
+
+    def begin(self) -> Path:
+        """Choose the folder of the unfinished step, which a failure removes from here on."""
+        if isinstance(self.disk, StoreDisk):
+            self.stored = StoredStep(self.disk, self.root, self.step, check=self.check)
+            return self.stored.path
+        self.temp = hidden_name(self.root, step_name(self.step), "tmp")
+        return self.temp
 
     def check_free(self) -> int | None:
         """Refuse to replace a final step, and return the step that `latest` names, if any."""
@@ -288,17 +308,30 @@ class Save:
                     yield shard, index, spec
 
     def commit(self, reports: list[dict[str, list[Any]]]) -> None:
-        """Write the manifest, rename, move `latest`, and remove old checkpoints, on rank 0."""
-        temp, final = self.temp, self.root / step_name(self.step)
-        assert temp is not None, "prepare has made it"  # noqa: S101 - for the type checker
+        """Publish the step, and remove old checkpoints, on rank 0."""
         for report in reports:
             for path, (size, digest, sums, *offsets) in report.items():
                 self.files[path] = FileRecord(size=size, digest=digest, sums=sums)
                 for name, offset in (offsets[0] if offsets else {}).items():
                     self.arrays[name] = replace(self.arrays[name], offset=offset)
         manifest = Manifest(
-            step=self.step, metadata=self.metadata, arrays=self.arrays, files=self.files
+            step=self.step,
+            metadata=self.metadata,
+            arrays=self.arrays,
+            files=self.files,
+            folder="" if self.stored is None else self.stored.folder,
         )
+        if self.stored is None:
+            named = self.publish(manifest)
+        else:
+            named = self.stored.publish(manifest, check_free=self.check_free, event=self.event)
+        if self.keep is not None:
+            retain(self.disk, self.root, self.keep, self.step, after=named)
+
+    def publish(self, manifest: Manifest) -> int | None:
+        """Write the manifest, rename, move `latest`, and return the step that it named before."""
+        temp, final = self.temp, self.root / step_name(self.step)
+        assert temp is not None, "prepare has made it"  # noqa: S101 - for the type checker
         # The manifest comes last: a directory without it is no checkpoint.
         create_file(self.disk, temp / MANIFEST, manifest.encode())
         sync_all(self.disk, (temp / MANIFEST, temp))
@@ -316,18 +349,19 @@ class Save:
         move_latest(self.disk, self.root, self.step)
         self.event("save.after_latest")
         if self.old is not None:
-            remove_tree(self.disk, self.old)
-        if self.keep is not None:
-            retain(self.disk, self.root, self.keep, self.step, after=named)
+            self.disk.remove_tree(self.old)
+        return named
 
     def discard(self) -> None:
         """Remove the temporary directory after a failure, and restore a replaced checkpoint."""
+        if self.stored is not None:
+            self.stored.discard()
         if self.temp is not None:
-            remove_tree(self.disk, self.temp)
+            self.disk.remove_tree(self.temp)
         if self.old is not None:
             final = self.root / step_name(self.step)
             if self.disk.exists(final):  # the new checkpoint is complete; a later step failed
-                remove_tree(self.disk, self.old)
+                self.disk.remove_tree(self.old)
             else:
                 with contextlib.suppress(OSError):
                     self.disk.rename(self.old, final)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from mt_ckpt.array import ArraySpec
-from mt_ckpt.disk import disk_errors, disk_of, make_folders
+from mt_ckpt.disk import disk_errors, make_folders
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest, step_of
+from mt_ckpt.path import as_path, disk_of
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.root import (
     LATEST,
@@ -63,17 +64,18 @@ def save(
         raise TypeError(f"state must be a dict, not {type(state).__name__}")
     writer = _Writer()
     encoded = writer.encode(state, (), "state")
-    root = Path(path)
+    root = as_path(path)
     disk = disk_of(root)
     make_folders(disk, root)
-    with lock_root(root, purpose="saving"):
+    with lock_root(root, purpose="saving") as check:
         _check_ours(root)
         remove_leftovers(disk, root)
         step = max(committed_steps(root), default=0) + 1
         metadata = {_KEY: encoded}
-        Save(root, step, writer.shards, metadata, keep=1, event=on_event or (lambda _: None)).run(
-            Ranks(None)
-        )
+        event = on_event or (lambda _: None)
+        found = Save(root, step, writer.shards, metadata, keep=1, event=event, disk=disk)
+        found.check = check
+        found.run(Ranks(None))
 
 
 def load(path: str | Path, *, device: torch.device | str = "cpu") -> dict[Any, Any]:

@@ -58,6 +58,11 @@ if TYPE_CHECKING:
     from mt_files.folder import OccupiedError as OccupiedError
     from mt_files.folder import check_free as check_free
     from mt_files.folder import new_folder as new_folder
+    from mt_files.objects import ObjectError as ObjectError
+    from mt_files.objects import ObjectInfo as ObjectInfo
+    from mt_files.objects import ObjectStore as ObjectStore
+    from mt_files.objects import ObjectTries as ObjectTries
+    from mt_files.objects import object_url as object_url
     from mt_files.progress import Progress as Progress
     from mt_files.safetensors import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
     from mt_files.safetensors import SafetensorsError as SafetensorsError

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mt_testing.pool import RankPool as RankPool
     from mt_testing.programs import Programs as Programs
     from mt_testing.sampling import sample as sample
+    from mt_testing.stores import UnsteadyStore as UnsteadyStore
+    from mt_testing.stores import unsteady_store as unsteady_store
     from mt_testing.strategies import layouts as layouts
     from mt_testing.syncs import HostSyncs as HostSyncs
 else:

@@ -12,12 +12,12 @@ from mt_files import parse_json, say, shorten
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.command.place import checkpoints_of
-from mt_ckpt.disk import disk_of
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.exchange.arrays import bytes_of
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.load import inspect_checkpoint
 from mt_ckpt.manifest import MANIFEST, Manifest
+from mt_ckpt.path import disk_of
 from mt_ckpt.verify import verify_checkpoint
 
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))

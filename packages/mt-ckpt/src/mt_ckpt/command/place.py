@@ -6,14 +6,15 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from mt_ckpt.disk import disk_of
 from mt_ckpt.hold import hold_checkpoint
 from mt_ckpt.load import ArrayReader, open_arrays
+from mt_ckpt.path import as_path, disk_of
 from mt_ckpt.run import RunFolder
 
 
 def checkpoints_of(path: Path) -> Path:
     """Return the folder of checkpoints of a run; any other path is returned as it is."""
+    path = as_path(path)
     run = RunFolder(path)
     return run.checkpoints if disk_of(path).is_folder(run.checkpoints) else path
 

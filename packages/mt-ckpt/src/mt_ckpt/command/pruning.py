@@ -13,9 +13,10 @@ from mt_files import FolderLock, LockedError, say
 
 from mt_ckpt.command.inspection import size_text
 from mt_ckpt.command.place import checkpoints_of
-from mt_ckpt.disk import disk_of, remove_tree, sync
+from mt_ckpt.disk import sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
+from mt_ckpt.path import disk_of
 from mt_ckpt.root import committed_steps, latest_checkpoint, lock_root, set_aside
 
 
@@ -120,7 +121,7 @@ def _remove(root: Path, path: Path) -> bool:
         if free:
             aside = set_aside(disk, path)
             sync(disk, root)
-            remove_tree(disk, aside)
+            disk.remove_tree(aside)
     return free
 
 

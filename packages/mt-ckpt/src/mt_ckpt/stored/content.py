@@ -8,24 +8,26 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from mt_files import FileError
+from mt_files import FileError, ObjectError
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.digest import CRC_BYTES, Sums, crc32c, digest_of
-from mt_ckpt.disk import disk_of
+from mt_ckpt.disk import in_threads
 from mt_ckpt.error import CheckpointError, Problem
 from mt_ckpt.manifest import MANIFEST, Manifest, other_step, read_manifest
+from mt_ckpt.path import disk_of
 from mt_ckpt.stored.chunk import BLOCK_BYTES
 from mt_ckpt.value import FileRecord
 
 _WRONG_SLICE = "its content has changed: the crc32c of a slice differs from the manifest's"
 _WRONG_CRC = "its crc32c is not that of its values, so other programs would refuse it"
+_REQUESTS = 16  # at a time to an object store, for small objects
 _ADVICE = "Load another step, or restore the files from a copy."
 
 
 def inventory(path: Path, manifest: Manifest) -> list[Problem]:
     """Compare the directory with the manifest."""
-    found, odd = disk_of(path).files(path)
+    found, odd = disk_of(path).files(path / manifest.folder)
     problems = [
         Problem(file=name, tensor=manifest.tensor_of(name), reason=reason)
         for name, reason in sorted(odd.items())
@@ -69,14 +71,19 @@ def damage(
 
 
 @contextlib.contextmanager
-def _opened(path: Path, manifest: Manifest, name: str) -> Iterator[BinaryIO]:
+def _opened(
+    path: Path, manifest: Manifest, name: str, *, parts: bool = False
+) -> Iterator[BinaryIO]:
     """Open a file of the recorded size, and turn every OSError into a DamageError."""
     try:
-        stream, size = disk_of(path).open(path / name, within=path)
+        file = path / manifest.folder / name
+        stream, size = disk_of(path).open(file, within=path, parts=parts)
         with stream:
             if size != manifest.files[name].size:
                 raise damage(path, manifest, name, _wrong_size(size, manifest.files[name]))
             yield stream
+    except ObjectError as error:
+        raise CheckpointError(str(error), file=name, tensor=manifest.tensor_of(name)) from error
     except FileError as error:
         raise damage(path, manifest, name, error.problem) from error
     except OSError as error:
@@ -187,7 +194,7 @@ def read_slices(
     sums, wrong = Sums(record.digest.partition(":")[0]), ""
     memory = np.empty(spec.slice_bytes, np.uint8)
     data, crc = memory[:-CRC_BYTES], memory[-CRC_BYTES:]
-    with _opened(path, manifest, name) as stream:
+    with _opened(path, manifest, name, parts=not is_whole) as stream:
         for number in range(spec.num_slices) if numbers is None else numbers:
             stream.seek(number * spec.slice_bytes)
             _fill(stream, memory)
@@ -229,7 +236,11 @@ def open_checkpoint(path: Path) -> Manifest:
     problems = inventory(path, manifest)
     if problems:
         raise CheckpointError.from_problems(f"{path} is damaged", problems, _ADVICE)
-    for name in manifest.files:
-        if name.rpartition("/")[2] == "zarr.json":
+    documents = [name for name in manifest.files if name.rpartition("/")[2] == "zarr.json"]
+    if disk_of(path).has_folders:
+        for name in documents:
             read_file(path, manifest, name)
+        return manifest
+    for _ in in_threads(lambda name: read_file(path, manifest, name), documents, threads=_REQUESTS):
+        pass
     return manifest

@@ -1,0 +1,149 @@
+"""An object store in place of a disk."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from mt_files import FileError, MissingFileError, ObjectStore
+
+from mt_ckpt.disk import Disk, disk_errors
+
+BLOCK_BYTES = 8 << 20
+
+
+class StoreDisk(Disk):
+    """The objects of a bucket as files; a folder is what has objects below it.
+
+    An object is complete or not there, and is durable once it is put: nothing is synced. Nothing is
+    renamed either; see `StoredStep`.
+
+    Args:
+        store: The bucket.
+    """
+
+    has_folders = False
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+
+    def exists(self, path: Path) -> bool:
+        """Return whether there is an object at a path."""
+        with disk_errors("look for", path):
+            return self.store.head(key_of(path)) is not None
+
+    def is_folder(self, path: Path) -> bool:
+        """Return whether there is an object below a path."""
+        with disk_errors("look into", path):
+            return self.store.has_any(key_of(path))
+
+    def names(self, path: Path) -> list[str]:
+        """Return the names of objects and folders in a folder."""
+        folders, objects = self.store.names(key_of(path))
+        return [*folders, *(info.path.rpartition("/")[2] for info in objects)]
+
+    def modified(self, path: Path) -> float:
+        """Return the time at which an object was put, by the store's clock."""
+        info = self.store.head(key_of(path))
+        if info is None:
+            raise MissingFileError(str(path), "no such object")
+        return info.modified
+
+    def open(self, path: Path, *, within: Path, parts: bool = False) -> tuple[BinaryIO, int]:
+        """Open an object as a file; the store is asked for the ranges that are read."""
+        del within  # no object is a link
+        if not parts:
+            first, info = self.store.start(key_of(path), BLOCK_BYTES)
+            file = _ObjectFile(self.store, key_of(path), info.size, first)
+            return cast("BinaryIO", io.BufferedReader(file, BLOCK_BYTES)), info.size
+        info = self.store.head(key_of(path))
+        if info is None:
+            raise MissingFileError(str(path), "no such object")
+        return cast("BinaryIO", _ObjectFile(self.store, key_of(path), info.size)), info.size
+
+    def read(self, path: Path, *, limit: int, within: Path) -> bytes:
+        """Return the content of an object of at most `limit` bytes."""
+        stream, size = self.open(path, within=within)
+        if size > limit:
+            raise FileError(str(path), f"has {size} bytes; at most {limit} are read of such a file")
+        with stream:
+            return stream.read(size)
+
+    def files(self, root: Path) -> tuple[dict[str, int], dict[str, str]]:
+        """List every object below `root`, with its size."""
+        start = len(key_of(root)) + 1
+        with disk_errors("list", root):
+            return {info.path[start:]: info.size for info in self.store.list(key_of(root))}, {}
+
+    def mkdir(self, path: Path) -> None:
+        """Do nothing: folders come with their objects."""
+
+    def put(self, path: Path, blocks: Iterable[memoryview], *, size: int) -> None:
+        """Put an object from its blocks, which are kept in memory for a further try."""
+        content, done = bytearray(size), 0
+        for block in blocks:
+            content[done : done + len(block)] = block
+            done += len(block)
+        self.store.put(key_of(path), content)
+
+    def fsync(self, path: Path) -> None:
+        """Do nothing: what is put is durable."""
+
+    def rename(self, path: Path, new: Path) -> None:
+        """Refuse: a store does not rename many objects at once."""
+        raise FileError(str(path), f"can't be renamed to {new} in an object store")
+
+    def unlink(self, path: Path) -> None:
+        """Delete an object."""
+        self.store.delete([key_of(path)])
+
+    def rmdir(self, path: Path) -> None:
+        """Do nothing: folders go with their objects."""
+
+    def remove_tree(self, path: Path) -> None:
+        """Delete all objects below a path."""
+        with disk_errors("remove", path):
+            self.store.delete([info.path for info in self.store.list(key_of(path))])
+
+
+class _ObjectFile(io.RawIOBase):
+    """The bytes of an object, read by range; some from its start may be there already."""
+
+    def __init__(
+        self, store: ObjectStore, key: str, size: int, first: memoryview | None = None
+    ) -> None:
+        self._store, self._key, self._size, self._at = store, key, size, 0
+        self._first = memoryview(b"") if first is None else first
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._size - self._at))
+        if self._at < len(self._first):
+            count = min(count, len(self._first) - self._at)
+            view[:count] = self._first[self._at : self._at + count]
+        else:
+            view[:count] = self._store.read(self._key, self._at, count)
+        self._at += count
+        return count
+
+
+def open_disk(url: str) -> StoreDisk:
+    """Open the store of a URL."""
+    return StoreDisk(ObjectStore(url))
+
+
+def key_of(path: Path) -> str:
+    """Return the path of an object in its bucket: of `s3://bucket/a/b` it is `a/b`."""
+    return "/".join(path.parts[2:])
