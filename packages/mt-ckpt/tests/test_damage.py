@@ -240,7 +240,7 @@ HASH = "xxh3-128:" + "0" * 32
         (
             set_in("format_version", 99),
             r"written in format version 99 by mt-ckpt 0.1.0; this is "
-            r"mt-ckpt 0.1.0, which reads format versions up to 3",
+            r"mt-ckpt 0.1.0, which reads format versions up to 4",
         ),
         (set_in("format_version", 0), "format_version is 0; versions start at 1"),
         (set_in("format_version", -5), "format_version is -5; versions start at 1"),

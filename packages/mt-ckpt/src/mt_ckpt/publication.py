@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mt_files import MissingFileError
 
-from mt_ckpt.disk import disk_errors
+from mt_ckpt.disk import Disk, disk_errors
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest, step_name, step_of
-from mt_ckpt.objects.disk import StoreDisk, key_of
+from mt_ckpt.objects.disk import key_of, store_of
 
 # What a save has put last before this, and committed not, is not committed any more: a save that
 # still runs renews its lock before it commits.
@@ -38,10 +38,9 @@ class StoredStep:
         path: The folder.
     """
 
-    def __init__(
-        self, disk: StoreDisk, root: Path, step: int, *, check: Callable[[], None]
-    ) -> None:
+    def __init__(self, disk: Disk, root: Path, step: int, *, check: Callable[[], None]) -> None:
         self._disk, self._root, self._check = disk, root, check
+        self._store = store_of(disk)
         self._final = root / step_name(step)
         self.folder = uuid.uuid4().hex
         self.path = self._final / self.folder
@@ -70,7 +69,7 @@ class StoredStep:
         event("save.before_rename")
         self._may_be_there = True
         with disk_errors("write", path):
-            new = self._disk.store.put_if(key_of(path), content, version)
+            new = self._store.put_if(key_of(path), content, version)
         if new is None:
             self._may_be_there = False
             raise CheckpointError(
@@ -84,7 +83,7 @@ class StoredStep:
         if old is not None:
             with disk_errors("remove", self._final):
                 places = (self._final / old.folder / name for name in old.files)
-                self._disk.store.delete(key_of(place) for place in places)
+                self._store.delete(key_of(place) for place in places)
         return named
 
     def discard(self) -> None:
@@ -95,7 +94,7 @@ class StoredStep:
     def _replaced(self, path: Path) -> tuple[Manifest | None, dict[str, str] | None]:
         """Return the manifest that is replaced, and its version."""
         with disk_errors("read", path):
-            info = self._disk.store.head(key_of(path))
+            info = self._store.head(key_of(path))
         if info is None:
             return None, None
         try:
@@ -108,9 +107,9 @@ class StoredStep:
         content = f"{self._final.name}\nwrite {uuid.uuid4().hex}\n".encode()
         self._check()
         with disk_errors("write", path):
-            info = self._disk.store.head(key_of(path))
+            info = self._store.head(key_of(path))
             version = None if info is None else info.version
-            moved = self._disk.store.put_if(key_of(path), content, version)
+            moved = self._store.put_if(key_of(path), content, version)
         if moved is None:
             raise CheckpointError(
                 f"{path} was changed by another process in the same moment; {self._final} is "
@@ -119,23 +118,23 @@ class StoredStep:
             )
 
 
-def stray_folders(disk: StoreDisk, root: Path) -> list[Path]:
+def stray_folders(disk: Disk, root: Path) -> list[Path]:
     """Return the folders of objects that no manifest names, and no save under way can name."""
-    found: list[Path] = []
+    found, store = list[Path](), store_of(disk)
     steps = [root / name for name in disk.names(root) if step_of(root / name) is not None]
     for step in steps:
         named = _folder_of(disk, step)
-        for name in disk.store.names(key_of(step))[0]:
+        for name in store.names(key_of(step))[0]:
             if name == named or named == "":
                 continue
-            objects = disk.store.list(key_of(step / name))
+            objects = store.list(key_of(step / name))
             newest = max((info.modified for info in objects), default=0.0)
             if time.time() - newest > LEFT_SECONDS:
                 found.append(step / name)
     return found
 
 
-def _folder_of(disk: StoreDisk, step: Path) -> str | None:
+def _folder_of(disk: Disk, step: Path) -> str | None:
     """Return the folder that a step's manifest names; None without a manifest.
 
     Nothing in a step whose manifest is damaged, or names no folder, is a leftover for sure.

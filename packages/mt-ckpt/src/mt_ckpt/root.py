@@ -15,10 +15,7 @@ from mt_ckpt.disk import Disk, create_file, disk_errors, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, check_step, claimed_step, step_name, step_of
-from mt_ckpt.objects.disk import StoreDisk
-from mt_ckpt.objects.lease import Lease
 from mt_ckpt.path import as_path, disk_of
-from mt_ckpt.publication import stray_folders
 
 LATEST = "latest"
 LOCK = ".lock"
@@ -41,7 +38,9 @@ def lock_root(root: Path, *, purpose: str) -> Iterator[Callable[[], None]]:
     """
     disk = disk_of(root)
     with contextlib.ExitStack() as stack:
-        if isinstance(disk, StoreDisk):
+        if not disk.has_folders:
+            from mt_ckpt.objects.lease import Lease
+
             yield stack.enter_context(Lease(disk, root / LOCK, purpose=purpose)).check
             return
         with disk_errors("lock", root):
@@ -142,7 +141,9 @@ def _leftovers(root: Path) -> list[Path]:
     disk = disk_of(root)
     if disk.has_folders and not disk.is_folder(root):
         return []
-    if isinstance(disk, StoreDisk):
+    if not disk.has_folders:
+        from mt_ckpt.publication import stray_folders
+
         with disk_errors("list", root):
             return stray_folders(disk, root)
     with disk_errors("list", root):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from mt_files import check_type
@@ -15,6 +15,7 @@ from mt_ckpt.array import PACKS, ArraySpec
 from mt_ckpt.digest import digest_of
 from mt_ckpt.disk import (
     Disk,
+    create_all,
     create_file,
     disk_errors,
     in_threads,
@@ -29,10 +30,8 @@ from mt_ckpt.grid import Box, chunk_indices
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, Manifest, step_name
 from mt_ckpt.metadata import zarr_documents
-from mt_ckpt.objects.disk import StoreDisk
 from mt_ckpt.path import as_path, disk_of
 from mt_ckpt.plan import describe_shards, own_shards, plan_arrays
-from mt_ckpt.publication import StoredStep
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.root import (
     LATEST,
@@ -49,6 +48,9 @@ from mt_ckpt.stored.chunk import ChunkWriter
 from mt_ckpt.stored.gathering import Gathering, Kind, packs_from_json, packs_to_json
 from mt_ckpt.stored.packing import Pack
 from mt_ckpt.value import FileRecord, check_metadata
+
+if TYPE_CHECKING:
+    from mt_ckpt.publication import StoredStep
 
 # A run that went back replaces a step after this wait even if a reader still holds it.
 _READERS_SECONDS = 20.0
@@ -223,11 +225,10 @@ class Save:
             content = documents[path]
             self.files[path] = FileRecord(size=len(content), digest=digest_of(content))
 
-        def write(path: str) -> None:
-            create_file(self.disk, temp / path, documents[path], total=total)
-
-        for _ in in_threads(write, documents, threads=self.disk.threads):
-            pass
+            if self.disk.has_folders:
+                create_file(self.disk, temp / path, content, total=total)
+        if not self.disk.has_folders:  # all at once, as each answer takes long
+            create_all(self.disk, {temp / path: content for path, content in documents.items()})
         if packs:
             with disk_errors("create", temp / PACKS):
                 self.disk.mkdir(temp / PACKS)
@@ -235,7 +236,9 @@ class Save:
 
     def begin(self) -> Path:
         """Choose the folder of the unfinished step, which a failure removes from here on."""
-        if isinstance(self.disk, StoreDisk):
+        if not self.disk.has_folders:
+            from mt_ckpt.publication import StoredStep
+
             self.stored = StoredStep(self.disk, self.root, self.step, check=self.check)
             return self.stored.path
         self.temp = hidden_name(self.root, step_name(self.step), "tmp")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from mt_files.error import FileError, MissingFileError
 from mt_files.field import shorten
@@ -89,8 +88,8 @@ class ObjectStore:
         self._library = require("obstore", _PURPOSE)
         self._errors = self._library.exceptions
         self._tries = tries or ObjectTries()
-        parts = urlsplit(url)
-        self.url = f"{parts.scheme}://{parts.netloc}"
+        scheme, _, rest = url.partition("://")
+        self.url = f"{scheme}://{rest.partition('/')[0]}"
         stores = require("obstore.store", _PURPOSE)
         try:  # tries are counted here, in one place
             self._store = stores.from_url(self.url, retry_config={"max_retries": 0})

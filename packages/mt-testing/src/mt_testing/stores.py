@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import importlib.util
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
 from mt_files import require
 
+_SERVER = """
+import sys
+from moto.server import ThreadedMotoServer
+
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+sys.stdin.read()  # until the tests end
+"""
 FAULTS = ("error", "refuse", "cut", "drop")
 
 
@@ -53,16 +65,15 @@ class UnsteadyStore(ThreadingHTTPServer):
         draw = random.Random(seed)  # noqa: S311 - repeatable faults
         self.fault = lambda *_: draw.choice(FAULTS) if draw.random() < share else None
 
-    def handle_error(self, *_: Any) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Pass over clients that are gone, such as killed ones."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: UnsteadyStore
 
     def _answer(self) -> None:
-        server = self.server
+        server = cast("UnsteadyStore", self.server)
         body = self.rfile.read(int(self.headers.get("content-length") or 0)) or None
         server.requests.append((self.command, self.path))
         fault = server.fault(self.command, self.path) if server.fault else None
@@ -97,24 +108,32 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("content-length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
-            self.server.sent += len(content)
+            cast("UnsteadyStore", self.server).sent += len(content)
             self.wfile.write(content[: len(content) // 2] if cut else content)
         self.close_connection = cut or self.close_connection
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer  # noqa: N815 - names of http.server
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Say nothing."""
 
 
 @contextlib.contextmanager
 def unsteady_store() -> Iterator[UnsteadyStore]:
     """Run moto's S3 server with an empty bucket `bucket`, behind a proxy whose answers may fail."""
-    moto = require("moto.server", "a store for tests").ThreadedMotoServer(
-        ip_address="127.0.0.1", port=0, verbose=False
+    if importlib.util.find_spec("moto") is None:
+        require("moto", "a store for tests")
+    # A process of its own: a test that forks keeps small, and the two compute at once.
+    moto = subprocess.Popen(  # noqa: S603 - our own program
+        [sys.executable, "-c", _SERVER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
-    moto.start()
-    port = moto.get_host_and_port()[1]
+    assert moto.stdin is not None, "it has a pipe"  # noqa: S101 - for the type checker
+    assert moto.stdout is not None, "it has a pipe"  # noqa: S101 - for the type checker
+    port = int(moto.stdout.readline())
     to_bucket = http.client.HTTPConnection("127.0.0.1", port)
     to_bucket.request("PUT", "/bucket")
     to_bucket.getresponse().read()
@@ -127,4 +146,6 @@ def unsteady_store() -> Iterator[UnsteadyStore]:
     finally:
         proxy.shutdown()
         proxy.server_close()
-        moto.stop()
+        moto.stdin.close()
+        moto.wait()
+        moto.stdout.close()

@@ -144,6 +144,12 @@ def open_disk(url: str) -> StoreDisk:
     return StoreDisk(ObjectStore(url))
 
 
+def store_of(disk: Disk) -> ObjectStore:
+    """Return the store of a disk that has one."""
+    assert isinstance(disk, StoreDisk), "the others have folders"  # noqa: S101 - our invariant
+    return disk.store
+
+
 def key_of(path: Path) -> str:
     """Return the path of an object in its bucket: of `s3://bucket/a/b` it is `a/b`."""
     return "/".join(path.parts[2:])

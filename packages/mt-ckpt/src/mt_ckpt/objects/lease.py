@@ -14,9 +14,9 @@ from typing import Any, Self
 
 from mt_files import FileError, MissingFileError, parse_json
 
-from mt_ckpt.disk import disk_errors
+from mt_ckpt.disk import Disk, disk_errors
 from mt_ckpt.error import CheckpointError
-from mt_ckpt.objects.disk import StoreDisk, key_of
+from mt_ckpt.objects.disk import key_of, store_of
 
 # A holder renews its lease; who finds one that was not renewed for so long takes it over.
 LEASE_SECONDS = 60.0
@@ -39,8 +39,8 @@ class Lease:
         purpose: What the holder does, for the error message of others.
     """
 
-    def __init__(self, disk: StoreDisk, path: Path, *, purpose: str) -> None:
-        self._store, self._path, self._key = disk.store, path, key_of(path)
+    def __init__(self, disk: Disk, path: Path, *, purpose: str) -> None:
+        self._store, self._path, self._key = store_of(disk), path, key_of(path)
         self._purpose, self._id = purpose, uuid.uuid4().hex
         self._since = time.strftime("%Y-%m-%d %H:%M:%S")
         self._version: dict[str, str] | None = None
