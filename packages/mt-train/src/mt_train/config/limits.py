@@ -8,21 +8,22 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, Literal, TypeAlias
 
-PATH, MODEL = "path", "model"  # keys of a field's metadata
+PATH, MODEL, STORED = "path", "model", "stored"  # keys of a field's metadata
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
 
 # Beyond what anybody trains, and small enough that products of them stay plain 64-bit numbers.
 MAX_STEPS, MAX_RANKS, MAX_LENGTH = 10**9, 1 << 20, 1 << 27
 
 
-def path_field(*endings: str, is_model: bool = False) -> Any:
+def path_field(*endings: str, is_model: bool = False, stored: bool = False) -> Any:
     """Declare an optional path field, whose value is relative to the YAML file.
 
     Args:
         endings: Suffixes of the files that need to exist; "" is the path itself.
         is_model: Whether the id of a model of the Hugging Face hub may stand there.
+        stored: Whether a URL of an object store may stand there.
     """
-    return field(default=None, metadata={PATH: endings, MODEL: is_model})
+    return field(default=None, metadata={PATH: endings, MODEL: is_model, STORED: stored})
 
 
 def paths_field(*endings: str) -> Any:

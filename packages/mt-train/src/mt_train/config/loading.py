@@ -20,6 +20,7 @@ from mt_files import (
     FieldProblem,
     FileError,
     bind,
+    object_url,
     shorten,
     to_plain,
 )
@@ -38,7 +39,7 @@ from mt_model import (
 from mt_train.config.document import COMMAND_LINE, apply_overrides, read_document
 from mt_train.config.kinds.registry import key_of_another_kind, load_installed_kinds, with_kind
 from mt_train.config.kinds.section import DataSection
-from mt_train.config.limits import MODEL, PATH
+from mt_train.config.limits import MODEL, PATH, STORED
 from mt_train.config.misfits import clipped_heads, layout_misfits
 from mt_train.config.model_section import ModelSection
 from mt_train.config.optimizer_section import OptimizerSection
@@ -352,7 +353,9 @@ class _Paths:
             value, field = getattr(section, item.name), f"{name}.{item.name}"
             if PATH not in item.metadata or value is None:
                 continue
-            if item.metadata[MODEL]:
+            if item.metadata.get(STORED) and object_url(value):
+                paths[item.name] = object_url(value)
+            elif item.metadata[MODEL]:
                 paths[item.name] = self._model_folder(field, value)
             elif isinstance(value, tuple):
                 paths[item.name] = tuple(

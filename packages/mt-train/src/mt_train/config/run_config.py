@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Literal
 
 from mt_files import Checks, FieldError, divisors, multiples_near, shorten
@@ -146,7 +147,11 @@ class CheckpointSection:
         async_: Save in the background: training waits only for a copy of the weights and moments in
             the memory of the host, and a thread writes it. The next save, and the end of the run,
             wait for it.
-        load: Run folder or step folder of another run to start from.
+        dir: Folder for the checkpoints of this run alone; by default `checkpoints` in its folder.
+            It may be a URL of an object store, such as `s3://bucket/my/checkpoints`; everything
+            else of the run stays in its folder.
+        load: Run folder or step folder of another run to start from; in an object store, the URL of
+            its folder of checkpoints or of a step.
         load_mode: `continue` goes on where that run was; `weights` takes its model alone, for other
             data, another length or another optimizer, and starts at step 0.
     """
@@ -154,7 +159,8 @@ class CheckpointSection:
     every: int | str | None = "10min"
     keep: int | None = None
     async_: bool = False
-    load: str | None = path_field("")
+    dir: str | None = path_field(stored=True)
+    load: str | None = path_field("", stored=True)
     load_mode: Literal["continue", "weights"] = "continue"
 
     def __post_init__(self) -> None:
@@ -169,6 +175,10 @@ class CheckpointSection:
             text = "weights needs checkpoint.load, the run whose weights are taken"
             checks.add("load_mode", text)
         checks.done()
+
+    def folder(self, out: Path) -> str | Path:
+        """Return the folder of the checkpoints of a run in `out`, or its URL."""
+        return out / "checkpoints" if self.dir is None else self.dir
 
     @property
     def every_steps(self) -> int | None:

@@ -18,7 +18,7 @@ from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
-from mt_ckpt import RunFolder, latest_checkpoint
+from mt_ckpt import latest_checkpoint
 from mt_data import (
     Document,
     HeldOut,
@@ -121,7 +121,7 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
     description = json.loads(json.dumps(description))  # tuples become lists, as when read back
     folder = out / "data"
     if not is_made(data, folder, description):
-        if folder.exists() and latest_checkpoint(RunFolder(out).checkpoints) is not None:
+        if folder.exists() and latest_checkpoint(loaded.config.checkpoint.folder(out)) is not None:
             given = _kept_tokenizer(loaded, folder, description)
             other = {} if data.shard_bytes == SHARD_BYTES else {"shard_bytes": data.shard_bytes}
             digest = hashlib.sha256(json.dumps(description | other).encode()).hexdigest()

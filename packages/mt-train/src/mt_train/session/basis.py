@@ -80,7 +80,7 @@ def prepare_on_all_ranks(
         if works:
             try:
                 if first:
-                    _take_folder(out, stack)
+                    _take_folder(loaded, out, stack)
                 basis = _prepare_folder(loaded, out, held, step)
             except Exception as caught:  # noqa: BLE001 - raised once the others were told
                 error = caught
@@ -99,12 +99,12 @@ def prepare_on_all_ranks(
     return _checked(loaded, prepare_corpus(loaded, out, tokenizer=start.tokenizer), start, out)
 
 
-def _take_folder(out: Path, stack: ExitStack) -> None:
+def _take_folder(loaded: LoadedConfig, out: Path, stack: ExitStack) -> None:
     """Make the run folder this process's own before anything in it changes."""
     out.mkdir(parents=True, exist_ok=True)
     stack.enter_context(FolderLock(out, purpose="training"))
     remove_temporaries(out)
-    clean(RunFolder(out).checkpoints)
+    clean(loaded.config.checkpoint.folder(out))
 
 
 def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int | None) -> Basis:

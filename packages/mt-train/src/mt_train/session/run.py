@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mt_ckpt import BackgroundSaver, RunFolder, SavedTokenizer
+from mt_ckpt import BackgroundSaver, SavedTokenizer
 from mt_data import BatchSampler
 from mt_files import FileError, to_plain, write_file
 from mt_model import check_fields, keep_freed_memory
@@ -406,7 +406,7 @@ class _Session:
 
     def _save(self, reporter: Reporter) -> None:
         reporter.sync()  # what is on record of a step is never younger than its checkpoint
-        root = RunFolder(self.out).checkpoints
+        root = self.config.checkpoint.folder(self.out)
         samples = self.trainer.progress.samples
         mixture = self.drawing.mixture(samples)
         now = replace(self.saved, data=mixture, consumed_samples=samples)
@@ -421,7 +421,8 @@ class _Session:
 
     def _open_saver(self, stack: ExitStack) -> None:
         if self.config.checkpoint.async_:
-            saver = saving.background_saver(self.trainer, RunFolder(self.out).checkpoints)
+            root = self.config.checkpoint.folder(self.out)
+            saver = saving.background_saver(self.trainer, root)
             self._background = stack.enter_context(saver)
 
     def _finish_save(self, reporter: Reporter) -> None:

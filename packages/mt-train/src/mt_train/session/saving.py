@@ -31,7 +31,7 @@ from mt_train.training.base_codes import codes_of, fill_codes, is_code
 from mt_train.training.trainer import NonFiniteLossError, Trainer
 
 
-def background_saver(trainer: Trainer, root: Path) -> BackgroundSaver:
+def background_saver(trainer: Trainer, root: str | Path) -> BackgroundSaver:
     """Return a saver whose threads communicate on a group of their own; every rank calls it."""
     group = trainer.state.group(WORLD)
     return BackgroundSaver(
@@ -43,7 +43,7 @@ def background_saver(trainer: Trainer, root: Path) -> BackgroundSaver:
 
 
 def save(
-    trainer: Trainer, root: Path, saved: SavedRun, background: BackgroundSaver | None = None
+    trainer: Trainer, root: str | Path, saved: SavedRun, background: BackgroundSaver | None = None
 ) -> Path | None:
     """Save the whole training state after a step; every rank calls it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from mt_ckpt import RunFolder, SavedModel, hold_checkpoint, latest_checkpoint
 from mt_data import Mixture, MixtureSource
-from mt_files import to_plain
+from mt_files import object_url, to_plain
 
 from mt_train.config.loading import LoadedConfig
 from mt_train.config.run_config import RunConfig
@@ -60,7 +61,7 @@ class Start:
     @property
     def tokenizer(self) -> Path | None:
         """Tokenizer of another run, whose weights expect it."""
-        if self.path is None or self.own:
+        if self.path is None or self.own or object_url(self.path):
             return None
         path = RunFolder.of(self.path).tokenizer
         return path if path.is_file() else None
@@ -129,16 +130,14 @@ def find_start(
         ResumeError: Its metadata is not what mt-train writes.
         CheckpointError: It is damaged.
     """
-    own = latest_checkpoint(RunFolder(out).checkpoints)
+    own = latest_checkpoint(loaded.config.checkpoint.folder(out))
     if own is not None:
         return Start(path=own, saved=read_saved(own), own=True)
     checkpoint = loaded.config.checkpoint
     if checkpoint.load is None:
         folder = loaded.config.model.from_
         return Start(pretrained=None if folder is None else Path(folder))
-    folder = Path(checkpoint.load)
-    is_step = (folder / "zarr.json").is_file()
-    root = folder if is_step else RunFolder(folder).checkpoints
+    root, is_step = _root_of(checkpoint.load)
     if not is_step and latest_checkpoint(root) is None:
         raise loaded.error("checkpoint.load", "there is no committed checkpoint in it")
     path = held.enter_context(hold_checkpoint(root, None if is_step else step))
@@ -146,6 +145,15 @@ def find_start(
     imported = read_imported(path) if only else None
     saved = read_saved(path) if imported is None else None
     return Start(path=path, saved=saved, weights_only=only, imported=imported)
+
+
+def _root_of(load: str) -> tuple[str | Path, bool]:
+    """Return a step folder or a folder of checkpoints, and whether it is a step folder."""
+    if object_url(load):
+        return load, re.fullmatch(r"step_\d{8,18}", load.rstrip("/").rpartition("/")[2]) is not None
+    folder = Path(load)
+    is_step = (folder / "zarr.json").is_file()
+    return folder if is_step else RunFolder(folder).checkpoints, is_step
 
 
 def check_start(
