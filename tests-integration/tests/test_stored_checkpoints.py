@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 from mt_testing import KillAt, RankDied, UnsteadyStore, unsteady_store
 
-OPTIONS = ("training.steps=8", "training.micro_batch_size=4", "checkpoint.every=2", "checkpoint.keep=2")
+OPTIONS = (
+    "training.steps=8",
+    "training.micro_batch_size=4",
+    "checkpoint.every=2",
+    "checkpoint.keep=2",
+)
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,21 @@ def test_ranks_put_their_own_objects_and_another_layout_reads_what_a_folder_give
     assert verify_checkpoint(root) == []
 
 
+def test_a_copy_on_a_disk_is_read_as_it_is(root, tmp_path):
+    save(root, 4)
+    path = as_path(root)
+    for info in path.disk.store.list("/".join(path.parts[2:])):
+        copy = tmp_path / info.path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.disk.store.get(info.path)[0])
+    copied = tmp_path.joinpath(*path.parts[2:])
+    assert load(copied) == 4
+    assert verify_checkpoint(copied) == []
+    save(copied, 5)  # goes on on the disk
+    assert load(copied) == 5
+    clean(copied)
+
+
 def test_zarr_python_opens_the_folder_that_the_manifest_names(root):
     import obstore
     import zarr

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mt_files.error import FileError
+from mt_files.objects import object_url
 from mt_files.writing import sync
 
 
@@ -48,6 +49,9 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def check_free(path: Path) -> None:
-    """Raise OccupiedError if a path exists and is no empty folder."""
+    """Raise OccupiedError if a path exists and is no empty folder, and FileError for a URL."""
+    if (url := object_url(path)) is not None:
+        problem = "is in an object store, where only checkpoints of a run are written; "
+        raise FileError(url, problem + "write to a local folder, and copy it")
     if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise OccupiedError(path, "exists; name a folder that does not, or is empty")

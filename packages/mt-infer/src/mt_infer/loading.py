@@ -26,7 +26,7 @@ from mt_ckpt import (
     open_arrays,
     param_shards,
 )
-from mt_files import UserError, require
+from mt_files import UserError, object_url, require
 from mt_hf import (
     Pretrained,
     find_folder,
@@ -165,6 +165,9 @@ def open_run(
         ExchangeError: The folder of Hugging Face is unsupported or damaged.
         TokenizerError: The tokenizer is invalid.
     """
+    if (url := object_url(folder)) is not None:
+        text = "copy the step into the folder `checkpoints` of its run, and name the run"
+        raise RunError(f"{url} is in an object store; {text}")
     if not folder.is_dir() and not is_hub_id(str(folder)):
         raise RunError(f"{folder} is not a folder; {_WANTED}")
     folder = find_folder(folder, download=download)

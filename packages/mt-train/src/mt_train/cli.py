@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
-from mt_files import UserError, did_you_mean, import_failure, quick_imports, shorten
+from mt_files import UserError, did_you_mean, import_failure, object_url, quick_imports, shorten
 
 from mt_train.config.document import COMMAND_LINE
 from mt_train.problem import ConfigError
@@ -255,6 +255,10 @@ def _folder(out: str) -> Path:
     """Check the name of a run folder."""
     if not out.strip():
         text = f"{out!r} is no folder; name one, such as runs/my"
+        raise ConfigError.of(COMMAND_LINE, text, "--out")
+    if (url := object_url(out)) is not None:
+        text = f"{url} is in an object store; name a local folder, and the store for its "
+        text += f"checkpoints alone: checkpoint.dir={url}/checkpoints"
         raise ConfigError.of(COMMAND_LINE, text, "--out")
     return Path(out)
 
