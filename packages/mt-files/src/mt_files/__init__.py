@@ -4,11 +4,13 @@ from typing import TYPE_CHECKING
 
 from mt_files.argument import check_type as check_type
 from mt_files.argument import multiples_near as multiples_near
+from mt_files.argument import object_url as object_url
 from mt_files.digest import known_sha256 as known_sha256
 from mt_files.digest import sha256_file as sha256_file
 from mt_files.error import FileError as FileError
 from mt_files.error import LockedError as LockedError
 from mt_files.error import MissingFileError as MissingFileError
+from mt_files.error import ObjectError as ObjectError
 from mt_files.error import UserError as UserError
 from mt_files.experimental import ExperimentalWarning as ExperimentalWarning
 from mt_files.experimental import experimental as experimental
@@ -58,11 +60,9 @@ if TYPE_CHECKING:
     from mt_files.folder import OccupiedError as OccupiedError
     from mt_files.folder import check_free as check_free
     from mt_files.folder import new_folder as new_folder
-    from mt_files.objects import ObjectError as ObjectError
     from mt_files.objects import ObjectInfo as ObjectInfo
     from mt_files.objects import ObjectStore as ObjectStore
     from mt_files.objects import ObjectTries as ObjectTries
-    from mt_files.objects import object_url as object_url
     from mt_files.progress import Progress as Progress
     from mt_files.safetensors import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
     from mt_files.safetensors import SafetensorsError as SafetensorsError

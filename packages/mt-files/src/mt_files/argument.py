@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import reprlib
+
+# `Path` makes one slash of two, so a URL that was a `Path` is one too.
+_URL = re.compile(r"(s3|gs|az):/{1,2}(?=[^/])")
 
 
 def check_type(name: str, value: object, *kinds: type) -> None:
@@ -20,3 +25,10 @@ def multiples_near(value: int, unit: int) -> str:
     """Return the nearest multiples of `unit` around a size, for an error message."""
     below = value // unit * unit
     return " or ".join(str(size) for size in (below, below + unit) if size > 0)
+
+
+def object_url(path: str | os.PathLike[str]) -> str | None:
+    """Return the URL of an object or a prefix in an object store; None for a local path."""
+    text = str(path)
+    match = _URL.match(text)
+    return None if match is None else f"{match[1]}://{text[match.end() :]}"

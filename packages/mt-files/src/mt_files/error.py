@@ -42,6 +42,10 @@ class MissingFileError(FileError, FileNotFoundError):
     """There is no such file."""
 
 
+class ObjectError(FileError):
+    """An object that can't be read or written, or a store that does not answer."""
+
+
 class LockedError(FileError):
     """Another process holds the lock."""
 

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from mt_files.argument import object_url
 from mt_files.error import FileError
-from mt_files.objects import object_url
 from mt_files.writing import sync
 
 

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mt_files.error import FileError, MissingFileError
+from mt_files.error import FileError, MissingFileError, ObjectError
 from mt_files.field import shorten
 from mt_files.later import require
 
 T = TypeVar("T")
 
-SCHEMES = ("s3", "gs", "az")
-# `Path` makes one slash of two, so a prefix that was a `Path` is a URL too.
-_URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}(?=[^/])")
 _REASON = 300
 _CREDENTIALS = "set the store's usual variables, such as AWS_ACCESS_KEY_ID and AWS_REGION"
 _PURPOSE = "an object store"
-
-
-class ObjectError(FileError):
-    """An object that can't be read or written, or a store that does not answer."""
-
-
-def object_url(path: str | os.PathLike[str]) -> str | None:
-    """Return the URL of an object or a prefix in a store; None for a local path."""
-    text = str(path)
-    match = _URL.match(text)
-    return None if match is None else f"{match[1]}://{text[match.end() :]}"
 
 
 @dataclass(frozen=True, kw_only=True)
