@@ -6,12 +6,15 @@ Run it once for each released format version, by the code of that release, and c
 one whose arrays are files, and one whose arrays are in packs.
 """
 
+import os
 from pathlib import Path
 
 import torch
 from mt_ckpt import TensorShard, grid, save_checkpoint
 from mt_ckpt.manifest import FORMAT_VERSION
 from mt_ckpt.stored import packing
+from mt_files import ObjectStore
+from mt_testing import unsteady_store
 
 HERE = Path(__file__).parent
 METADATA = {"layout": {"tp": 2}, "nested": [1, 2.5, None, True, "text"]}
@@ -52,8 +55,22 @@ def golden_shards() -> list[TensorShard]:
     return shards
 
 
+def save_through_store(name: str) -> None:
+    """Save into an object store, as only a step there has version 4, and copy it to a folder."""
+    root = f"s3://bucket/{name}"
+    save_checkpoint(root, 20, golden_shards(), METADATA)
+    store = ObjectStore(root)
+    for info in store.list(name):
+        if not info.path.endswith(".lock"):
+            copy = HERE / info.path
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(store.get(info.path)[0])
+
+
 if __name__ == "__main__":
     grid.SLICED_BYTES, grid.SLICE_BYTES, grid.MIN_SLICE_BYTES = 512, 128, 64
-    save_checkpoint(HERE / f"version_{FORMAT_VERSION}", 20, golden_shards(), METADATA)
-    packing.MIN_ARRAYS, packing.SMALL_BYTES = 0, 1000
-    save_checkpoint(HERE / f"version_{FORMAT_VERSION}_packs", 20, golden_shards(), METADATA)
+    with unsteady_store() as server:
+        os.environ.update(server.variables)
+        save_through_store(f"version_{FORMAT_VERSION}")
+        packing.MIN_ARRAYS, packing.SMALL_BYTES = 0, 1000
+        save_through_store(f"version_{FORMAT_VERSION}_packs")
