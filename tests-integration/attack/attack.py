@@ -65,6 +65,7 @@ def rows() -> list[Row]:
     import commands
     import configuration
     import conversations
+    import drawn
     import folders
     import interfaces
     import kills
@@ -81,6 +82,7 @@ def rows() -> list[Row]:
         commands,
         interfaces,
         conversations,
+        drawn,
         folders,
         models,
         serving,
