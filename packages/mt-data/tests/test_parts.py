@@ -197,15 +197,26 @@ def test_a_killed_build_goes_on_where_it_was(places, tmp_path, command):
     assert not (tmp_path / "c.parts").exists()
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """Start Ray on this machine, for builds that come and go; its address."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()
+
+
 BUILD = "build {source} --tokenizer {tok} --out {out}/c --parts 5 --workers 2"
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("on", ["processes", "ray"])
 @pytest.mark.parametrize("parts", [1, 3, 16])
-def test_fifty_kills_change_no_byte(places, tmp_path, command, record_property, parts, on):
+def test_fifty_kills_change_no_byte(
+    places, tmp_path, command, record_property, monkeypatch, request, parts, on
+):
     if on == "ray":
-        pytest.importorskip("ray")
+        monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("cluster"))
     assert command("build {source} --tokenizer {tok} --out {out}/whole")[0] == 0
     build = f"build {{source}} --tokenizer {{tok}} --out {{out}}/c --parts {parts} --on {on}"
     build += " --workers 2"
@@ -266,8 +277,8 @@ def processes_of(session):
 
 
 @pytest.mark.campaign  # Ray takes long to start
+@pytest.mark.usefixtures("cluster")
 def test_ray_builds_the_parts(tmp_path, command):
-    pytest.importorskip("ray")
     assert command("build {source} --tokenizer {tok} --out {out}/whole")[0] == 0
     assert command("build {source} --tokenizer {tok} --out {out}/c --parts 3 --on ray")[0] == 0
     assert content(tmp_path / "c") == content(tmp_path / "whole")

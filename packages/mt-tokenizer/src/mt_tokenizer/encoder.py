@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 from mt_tokenizer.error import TokenizerError
-from mt_tokenizer.fast import Encoded, FastEncoder, encode_flat, fast_encoder
+from mt_tokenizer.fast import Encoded, FastEncoder, encode_flat, fast_encoder, is_compared
 from mt_tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PROBE_CHARACTERS = 1 << 20
 _SAMPLE_CHARACTERS = 1 << 19
+_SMALL_SAMPLE = 1 << 16
 _LOOKAHEAD = 2
 _Item = TypeVar("_Item")
 
@@ -23,22 +24,23 @@ _Item = TypeVar("_Item")
 class Encoder:
     """An encoder of batches of texts for a dataset.
 
-    The tokenizer's own library encodes the first megabyte. If there is more text, and gigatoken
-    gives the same ids for a sample of it, for every character of Unicode and for difficult texts,
-    gigatoken takes over; otherwise `obstacle` has the reason.
+    The tokenizer's own library encodes the first megabyte. If there is more text, the first of
+    gigatoken and fastokens takes over that gives the same ids for a sample of it, for every
+    character of Unicode and for difficult texts; otherwise `obstacle` has the reasons. Where the
+    verdict on the characters is kept from before, it takes over at once, after a smaller sample.
 
     Use it as a context manager if `workers` is above 1: then other processes encode, and this one
     reads and writes.
 
     Args:
         tokenizer: The tokenizer.
-        fast: Whether to use gigatoken: True uses it from the beginning or raises, False never uses
-            it, None uses it if it gives the same ids.
+        fast: Whether to use a faster library: True uses one from the beginning or raises, False
+            never uses one, None uses one if it gives the same ids.
         workers: Number of processes that encode.
 
     Attributes:
         library: Name of the library in use.
-        obstacle: Reason why gigatoken is not used, once known.
+        obstacle: Reason why no faster library is used, once known.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, fast: bool | None = None, workers: int = 1) -> None:
@@ -56,7 +58,7 @@ class Encoder:
         if fast:
             self._decide()
             if self.obstacle is not None:
-                raise TokenizerError(f"gigatoken cannot serve: {self.obstacle}")
+                raise TokenizerError(f"no faster library can serve: {self.obstacle}")
 
     def __enter__(self) -> Encoder:
         return self
@@ -75,15 +77,20 @@ class Encoder:
         return encode_flat(self.tokenizer, self._fast, texts)
 
     def _probe(self, texts: Sequence[str]) -> None:
-        """Remember a sample; try gigatoken once there is enough text for it to matter."""
+        """Remember a sample; try faster libraries once there is enough text for it to matter."""
         if self._seen >= PROBE_CHARACTERS:
             self._decide()
             return
+        is_much = not self._seen and sum(map(len, texts)) >= _SMALL_SAMPLE
+        is_known = is_much and is_compared(self.tokenizer.engine)
+        most = _SMALL_SAMPLE if is_known else _SAMPLE_CHARACTERS
         for text in texts:
             self._seen += len(text)
-            if self._sampled < _SAMPLE_CHARACTERS and len(text) < _SAMPLE_CHARACTERS:
+            if self._sampled < most and len(text) < most:
                 self._sample.append(text)
                 self._sampled += len(text)
+        if is_known:
+            self._decide()
 
     def _decide(self) -> None:
         found = fast_encoder(self.tokenizer.engine, self._sample)
@@ -91,7 +98,7 @@ class Encoder:
         if isinstance(found, str):
             self.obstacle = found
         else:
-            self._fast, self.library = found, "gigatoken"
+            self._fast, self.library = found, found.library
 
     def stream(
         self, batches: Iterable[tuple[_Item, Sequence[str]]]

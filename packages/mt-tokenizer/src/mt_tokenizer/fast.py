@@ -1,4 +1,4 @@
-"""Encoding with gigatoken, which is many times faster, if it gives the same ids."""
+"""Encoding with a library that is many times faster, if it gives the same ids."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from mt_tokenizer.error import TokenizerError, is_library_error
 from mt_tokenizer.tokenizer import Tokenizer, check_text
 
 Encoded = tuple[NDArray[np.integer], NDArray[np.int64]]
+LIBRARIES = ("gigatoken", "fastokens")  # the first one that gives the same ids serves
 RENEW_BYTES = 1 << 28
 _REASON = 200
 _RUN = 64  # characters of a compared text
-# Beyond these, gigatoken does not serve at all.
+# Beyond these, a library does not serve at all.
 _MOST_AVOIDED, _LOWEST_AVOIDED = 20_000, "\u0100"
 _MOST_VERDICT_BYTES = 1 << 24
 _AWKWARD = (
@@ -41,23 +42,31 @@ _AWKWARD = (
 
 
 class FastEncoder:
-    """A tokenizer of the `tokenizers` library, run by gigatoken on all cores or on one.
+    """A tokenizer of the `tokenizers` library, run by a faster one on all cores or on one.
 
     gigatoken's cache of words grows without bound, so the encoder is recreated after `RENEW_BYTES`
     of text.
 
     Args:
         engine: The tokenizer.
-        parallel: Whether to use all cores.
+        library: Name of the library, one of `LIBRARIES`.
+        parallel: Whether gigatoken uses all cores; fastokens follows `RAYON_NUM_THREADS`.
         avoid: Characters whose texts `serves` refuses, in ascending order.
     """
 
-    def __init__(self, engine: Engine, *, parallel: bool = True, avoid: str = "") -> None:
-        self._parallel, self.avoid = parallel, avoid
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        library: str = LIBRARIES[0],
+        parallel: bool = True,
+        avoid: str = "",
+    ) -> None:
+        self.library, self._parallel, self.avoid = library, parallel, avoid
         self._pattern = re.compile(_class_of(avoid)) if avoid else None
         self._json = _without_special_tokens(engine.to_bytes())
         self._seen = 0
-        self._inner = _load(self._json)
+        self._inner = _load(self._json, library)
 
     def serves(self, text: str) -> bool:
         """Return whether a text has none of the characters to avoid."""
@@ -75,7 +84,11 @@ class FastEncoder:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         self._seen += sum(map(len, texts))
         if self._seen > RENEW_BYTES:
-            self._inner, self._seen = _load(self._json), 0
+            self._inner, self._seen = _load(self._json, self.library), 0
+        if self.library == "fastokens":
+            ids, ends = self._inner.encode_batch_flat(list(texts))
+            counts = np.diff(np.frombuffer(ends, np.int64))
+            return np.frombuffer(ids, np.uint32).astype(np.int64), counts
         awkward = importlib.import_module("awkward")
         rows = self._inner.encode_batch(list(texts), parallel=self._parallel)
         counts = awkward.to_numpy(awkward.num(rows)).astype(np.int64)
@@ -83,35 +96,60 @@ class FastEncoder:
 
 
 def fast_encoder(engine: Engine, sample: Sequence[str] = ()) -> FastEncoder | str:
-    """Return gigatoken's encoder if it gives the same ids as a tokenizer, or why it doesn't.
+    """Return the first encoder that gives the same ids as a tokenizer, or why none does.
 
     The libraries may know different versions of Unicode, so all code points are compared. Texts
     with a character that differs are not for the encoder; `serves` says so. The result is kept in
-    `~/.cache/mt/gigatoken`, by the digests of the tokenizer and the versions of both libraries.
+    `~/.cache/mt`, by the digests of the tokenizer and the versions of both libraries.
 
     Args:
         engine: The tokenizer.
         sample: Texts to compare, besides difficult texts and every character of Unicode.
     """
     if not isinstance(engine, JsonEngine):
-        return "gigatoken is used for tokenizer.json files only"
+        return f"{' and '.join(LIBRARIES)} are used for tokenizer.json files only"
+    reasons = []
+    for library in LIBRARIES:
+        found = _serving(engine, sample, library)
+        if isinstance(found, FastEncoder):
+            return found
+        reasons.append(f"{library} {found}")
+    return "; ".join(reasons)
+
+
+def is_compared(engine: Engine) -> bool:
+    """Return whether the verdict on the first installed library is kept from before."""
+    if not isinstance(engine, JsonEngine):
+        return False
+    found = next(filter(_is_installed, LIBRARIES), None)
+    return found is not None and _verdict_file(engine, found).is_file()
+
+
+def _is_installed(library: str) -> bool:
     try:
-        importlib.import_module("gigatoken")
+        importlib.import_module(library)
     except ImportError:
-        return "it is not installed: pip install gigatoken awkward"
+        return False
+    return True
+
+
+def _serving(engine: JsonEngine, sample: Sequence[str], library: str) -> FastEncoder | str:
+    """Return the encoder of a library, or why it doesn't serve."""
+    if not _is_installed(library):
+        return "is not installed: pip install 'mt-tokenizer[fast]'"
     try:
-        plain = FastEncoder(engine)
-        avoid = _kept_verdict(engine, lambda: "".join(_other_characters(engine, plain)))
-        encoder = FastEncoder(engine, avoid=avoid)
+        plain = FastEncoder(engine, library=library)
+        avoid = _kept_verdict(engine, library, lambda: "".join(_other_characters(engine, plain)))
+        encoder = FastEncoder(engine, library=library, avoid=avoid)
         for text, is_same in _compared(engine, plain, [*_AWKWARD, *sample]):
             if not is_same and encoder.serves(text):
-                return f"it gives other ids for {shorten(text, _REASON)}"
+                return f"gives other ids for {shorten(text, _REASON)}"
     except BaseException as error:
         if not is_library_error(error):
             raise
-        return f"it refuses this tokenizer: {str(error).splitlines()[0][:_REASON]}"
+        return f"refuses this tokenizer: {str(error).splitlines()[0][:_REASON]}"
     if len(avoid) > _MOST_AVOIDED or min(avoid, default="\U0010ffff") < _LOWEST_AVOIDED:
-        return f"it gives other ids for {len(avoid)} characters, such as {min(avoid)!r}"
+        return f"gives other ids for {len(avoid)} characters, such as {min(avoid)!r}"
     return encoder
 
 
@@ -146,11 +184,16 @@ def _other_characters(engine: JsonEngine, encoder: FastEncoder) -> Iterator[str]
     yield from sorted(others.union(*lost))
 
 
-def _kept_verdict(engine: Engine, find: Callable[[], str]) -> str:
-    """Return what `find` returns, or what it returned before for the same digests."""
+def _verdict_file(engine: Engine, library: str) -> Path:
+    """Return the file of what a comparison found, for these versions of both libraries."""
     digest = hashlib.sha256(engine.to_bytes())
-    digest.update(" ".join(map(version, ("gigatoken", "tokenizers"))).encode())
-    file = Path(f"~/.cache/mt/gigatoken/{digest.hexdigest()}.json").expanduser()
+    digest.update(" ".join(map(version, (library, "tokenizers"))).encode())
+    return Path(f"~/.cache/mt/{library}/{digest.hexdigest()}.json").expanduser()
+
+
+def _kept_verdict(engine: Engine, library: str, find: Callable[[], str]) -> str:
+    """Return what `find` returns, or what it returned before for the same digests."""
+    file = _verdict_file(engine, library)
     try:
         kept = read_json(file, limit=_MOST_VERDICT_BYTES)
     except FileError:
@@ -184,16 +227,20 @@ def _without_special_tokens(content: bytes) -> str:
     return json.dumps(record)
 
 
-def _load(content: str) -> Any:
-    library = importlib.import_module("gigatoken")
-    tokenizer = library.Tokenizer.from_json(content)
-    if not hasattr(tokenizer, "encode_batch"):
-        raise TokenizerError("this version of gigatoken has no encode_batch")
+def _load(content: str, library: str) -> Any:
+    found = importlib.import_module(library).Tokenizer
+    load, encode = {
+        "gigatoken": ("from_json", "encode_batch"),
+        "fastokens": ("from_json_str", "encode_batch_flat"),
+    }[library]
+    tokenizer = getattr(found, load)(content)
+    if not hasattr(tokenizer, encode):
+        raise TokenizerError(f"this version of {library} has no {encode}")
     return tokenizer
 
 
 def encode_flat(tokenizer: Tokenizer, fast: FastEncoder | None, texts: Sequence[str]) -> Encoded:
-    """Return the concatenated ids of texts and their counts, using gigatoken if it is given."""
+    """Return the concatenated ids of texts and their counts, by a fast encoder if it is given."""
     if fast is not None and all(len(text) <= LONGEST and fast.serves(text) for text in texts):
         try:
             ids, counts = fast.encode_flat(texts)

@@ -38,7 +38,8 @@ class Worker:
         )
         self._input = cast("BinaryIO", self._process.stdin)
         self._output = cast("BinaryIO", self._process.stdout)
-        options = [tokenizer.eod_token, None if fast is None else fast.avoid]
+        chosen = None if fast is None else [fast.library, fast.avoid]
+        options = [tokenizer.eod_token, chosen]
         _send(self._input, _START, json.dumps(options).encode(), tokenizer.to_bytes())
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
@@ -92,12 +93,14 @@ def main() -> None:
     """Encode texts from standard input until it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    os.environ["RAYON_NUM_THREADS"] = "1"
     source, sink = cast("BinaryIO", sys.stdin.buffer), cast("BinaryIO", sys.stdout.buffer)
     _, options, content = _receive(source)
-    eod, avoid = json.loads(options)
+    eod, chosen = json.loads(options)
     tokenizer, fast = from_bytes(content, eod), None
-    if avoid is not None:
-        fast = FastEncoder(tokenizer.engine, parallel=False, avoid=avoid)
+    if chosen is not None:
+        library, avoid = chosen
+        fast = FastEncoder(tokenizer.engine, library=library, parallel=False, avoid=avoid)
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             _, sizes, blob = _receive(source)

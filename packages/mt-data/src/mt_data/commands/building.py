@@ -125,5 +125,5 @@ class Recipe:
                 )
         finally:
             progress.clear()
-        why = "" if encoder.obstacle is None else f"; not by gigatoken: {encoder.obstacle}"
+        why = "" if encoder.obstacle is None else f"; no faster one: {encoder.obstacle}"
         return Built(stats=stats, skipped=skipped, encoder=f"{encoder.library}{why}")

@@ -27,7 +27,8 @@ _ENDINGS = {
     ".arrow": "arrow",
 }
 _CHUNK = 1 << 20
-_ROWS = 1024
+_ROWS, _FEW_ROWS = 1024, 16
+_BATCH_BYTES = 1 << 26
 _REASON = 300
 _TAIL = 16
 _ARROW_FILE = b"ARROW1\0\0"
@@ -220,8 +221,14 @@ def _among(wanted: Sequence[str], name: str, names: list[str]) -> list[str]:
 
 
 def _parquet(library: ModuleType, file: BinaryIO, chosen: _Chosen) -> Iterator[Any]:
+    """Yield batches of rows: few at first, as a small file may hold a long text in many rows."""
     table = library.ParquetFile(file)
-    return table.iter_batches(batch_size=_ROWS, columns=chosen(table.schema_arrow.names))
+    columns, rows, longest = chosen(table.schema_arrow.names), _FEW_ROWS, 1
+    for group in range(table.num_row_groups):
+        for batch in table.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+            longest = max(longest, batch.nbytes // max(batch.num_rows, 1))
+            yield batch
+        rows = min(max(_BATCH_BYTES // longest, 1), _ROWS)
 
 
 def _arrow(library: ModuleType, file: BinaryIO, chosen: _Chosen) -> Iterator[Any]:
