@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -63,16 +62,19 @@ class FastEncoder:
         avoid: str = "",
     ) -> None:
         self.library, self._parallel, self.avoid = library, parallel, avoid
-        self._pattern = re.compile(_class_of(avoid)) if avoid else None
+        self._avoided = np.array(sorted(map(ord, avoid)), np.uint32)
         self._json = _without_special_tokens(engine.to_bytes())
         self._seen = 0
         self._inner = _load(self._json, library)
 
     def serves(self, text: str) -> bool:
         """Return whether a text has none of the characters to avoid."""
-        if self._pattern is None or text.isascii() or max(text) < self.avoid[0]:
+        if not self.avoid or text.isascii():
             return True
-        return self._pattern.search(text) is None
+        codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        high = codes[codes >= self._avoided[0]]
+        places = np.searchsorted(self._avoided, high)
+        return not (self._avoided[np.minimum(places, len(self._avoided) - 1)] == high).any()
 
     def encode_flat(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the concatenated ids of all texts, and the count of each text.
@@ -118,11 +120,10 @@ def fast_encoder(engine: Engine, sample: Sequence[str] = ()) -> FastEncoder | st
 
 
 def is_compared(engine: Engine) -> bool:
-    """Return whether the verdict on the first installed library is kept from before."""
+    """Return whether the verdict on an installed library is kept from before."""
     if not isinstance(engine, JsonEngine):
         return False
-    found = next(filter(_is_installed, LIBRARIES), None)
-    return found is not None and _verdict_file(engine, found).is_file()
+    return any(_verdict_file(engine, each).is_file() for each in filter(_is_installed, LIBRARIES))
 
 
 def _is_installed(library: str) -> bool:
@@ -205,17 +206,6 @@ def _kept_verdict(engine: Engine, library: str, find: Callable[[], str]) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, json.dumps(found))
     return found
-
-
-def _class_of(characters: str) -> str:
-    """Return a regular expression of one of the characters."""
-    ranges: list[list[int]] = []
-    for point in sorted(map(ord, characters)):
-        if ranges and ranges[-1][1] == point - 1:
-            ranges[-1][1] = point
-        else:
-            ranges.append([point, point])
-    return "[" + "".join(f"{re.escape(chr(a))}-{re.escape(chr(b))}" for a, b in ranges) + "]"
 
 
 def _without_special_tokens(content: bytes) -> str:

@@ -7,15 +7,17 @@ label, and neighbouring samples overlap by that token.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from threading import Thread
 
 import numpy as np
+from mt_files import FileError
 from numpy.typing import NDArray
 
 from mt_data.datasets.permutation import Permutation
 from mt_data.datasets.shared_order import OrderFolder
 from mt_data.datasets.stream import Stream
-from mt_data.error import DataError
+from mt_data.error import DataError, DataFileError
 
 OVERLAP = 1
 FINAL_EPOCH_SHARE = 0.8
@@ -64,6 +66,7 @@ class StableOrder:
         self.num_samples = _epoch_samples(tokens, sequence_length, keep_tail=keep_tail)
         self._epochs: dict[int, tuple[Stream, Permutation]] = {}
         self._folder, self._ahead = folder, -1
+        self._ready: dict[int, Stream] = {}  # by the thread, for the next epoch
 
     def find(self, index: int) -> tuple[Stream, int]:
         """Return the stream of sample `index` (any index >= 0), and the sample's first token."""
@@ -71,15 +74,21 @@ class StableOrder:
         stream, shuffle = self._epochs.get(epoch) or self._build(epoch)
         if self._folder is not None and 2 * rank >= self.num_samples and self._ahead <= epoch:
             self._ahead = epoch + 1
-            Thread(target=self._stream, args=(epoch + 1,), daemon=True).start()
+            Thread(target=self._prepare, args=(epoch + 1,), daemon=True).start()
         return stream, shuffle(rank) * self._sequence_length
 
     def _build(self, epoch: int) -> tuple[Stream, Permutation]:
-        built = self._stream(epoch), Permutation(self.num_samples, self._seed, epoch, "samples")
+        stream = self._ready.pop(epoch, None) or self._stream(epoch)
+        built = stream, Permutation(self.num_samples, self._seed, epoch, "samples")
         # A batch may span two epochs, but never three, so two are kept.
         kept = list(self._epochs.items())[1 - EPOCHS_IN_MEMORY :]
         self._epochs = dict([*kept, (epoch, built)])
         return built
+
+    def _prepare(self, epoch: int) -> None:
+        """Make and map an epoch's stream; an error is for the one who needs it."""
+        with suppress(DataFileError, FileError, OSError):
+            self._ready = {epoch: self._stream(epoch)}
 
     def _stream(self, epoch: int) -> Stream:
         def make() -> Stream:
