@@ -92,7 +92,7 @@ def epoch_end(folder: str) -> dict[str, Any]:
     )
     count = len(samples)
     samples.sample(count // 2 + 1)  # from here on a thread makes the next epoch's order
-    time.sleep(60)
+    time.sleep(30)
     took = []
     for index in range(count - 200, count + 200):
         begin = time.perf_counter()

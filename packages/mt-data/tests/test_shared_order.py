@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from mt_data import DataFileError, GPTDataset, IndexedDataset, IndexedWriter
 from mt_data.datasets import gpt
+from mt_data.datasets import order as order_module
+from mt_data.datasets.order import StableOrder
 from mt_data.datasets.permutation import Permutation
 from mt_data.datasets.shared_order import OrderFolder
 from mt_data.datasets.stream import Stream
@@ -57,6 +59,26 @@ def test_orders_in_files_give_the_same_samples_and_are_made_once(indexed, tmp_pa
     again = GPTDataset(indexed, sequence_length=16, seed=3, order_folder=orders)
     np.testing.assert_array_equal(again.sample(2 * len(plain)), wanted[2 * len(plain)])
     assert not made
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_next_epoch_is_ready_before_it_begins(indexed, tmp_path, monkeypatch, is_shared):
+    monkeypatch.setattr(gpt, "SHARED_FROM", 1 if is_shared else 1000)
+    monkeypatch.setattr(order_module, "_AHEAD_FROM", 1)
+    dataset = GPTDataset(indexed, sequence_length=16, seed=3, order_folder=tmp_path / "orders")
+    count, asked = len(dataset), []
+    expected = GPTDataset(indexed, sequence_length=16, seed=3).sample(count)
+    make = StableOrder._stream
+    monkeypatch.setattr(
+        StableOrder, "_stream", lambda self, epoch: asked.append(epoch) or make(self, epoch)
+    )
+    dataset.sample(count // 2 + 1)
+    deadline = time.monotonic() + 60
+    while not dataset._order._ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    np.testing.assert_array_equal(dataset.sample(count), expected)
+    assert asked == [0, 1]  # the thread's
 
 
 def test_one_of_many_makes_a_file_and_the_others_wait(tmp_path):

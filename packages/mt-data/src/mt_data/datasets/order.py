@@ -22,6 +22,7 @@ from mt_data.error import DataError, DataFileError
 OVERLAP = 1
 FINAL_EPOCH_SHARE = 0.8
 EPOCHS_IN_MEMORY = 2
+_AHEAD_FROM = 1 << 13  # documents from which the order takes longer than a thread to start
 
 
 def sample_count(tokens: int, sequence_length: int, *, keep_tail: bool) -> int:
@@ -49,7 +50,8 @@ class StableOrder:
     that epoch (different ones in each epoch, as the documents are shuffled).
 
     With a folder, the stream of an epoch is a file there, which the processes of a node share (see
-    `OrderFolder`). From the middle of an epoch on a thread makes that of the next.
+    `OrderFolder`). From the middle of an epoch on a thread makes the stream of the next one, unless
+    that takes no time.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class StableOrder:
         """Return the stream of sample `index` (any index >= 0), and the sample's first token."""
         epoch, rank = divmod(index, self.num_samples)
         stream, shuffle = self._epochs.get(epoch) or self._build(epoch)
-        if self._folder is not None and 2 * rank >= self.num_samples and self._ahead <= epoch:
+        is_late = 2 * rank >= self.num_samples and self._ahead <= epoch
+        if is_late and (self._folder is not None or len(self._lengths) >= _AHEAD_FROM):
             self._ahead = epoch + 1
             Thread(target=self._prepare, args=(epoch + 1,), daemon=True).start()
         return stream, shuffle(rank) * self._sequence_length
