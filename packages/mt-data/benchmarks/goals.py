@@ -208,7 +208,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def prepare(folder: Path, megabytes: int) -> None:
     """Write what is measured."""
-    for pattern, size in (("gpt2", megabytes), ("code", max(megabytes // 10, 1))):
+    for pattern, size in (("gpt2", megabytes), ("code", max(megabytes // 4, 1))):
         lines = folder / f"{pattern}.jsonl"
         write_lines(lines, size)
         texts = [each.text for each, _ in zip(read_documents(lines), range(300), strict=False)]
