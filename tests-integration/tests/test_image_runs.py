@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 
@@ -254,6 +255,38 @@ def test_parts_are_frozen_and_have_learning_rates_of_their_own(started, folder, 
     assert before.keys() - same == changed
     kept = {"chat_template.jinja", "preprocessor_config.json", "tokenizer_config.json"}
     assert kept <= {path.name for path in run.iterdir()}
+
+
+def test_a_run_answers_a_conversation_with_images_like_its_export_in_transformers(
+    tiny, started, folder, rows, tmp_path
+) -> None:
+    """The prompt and the pixel values are those of a training row."""
+    out = tmp_path / "out"
+    run = started.train(tmp_path / "run", "training.dtype=fp32", f"export.hugging_face={out}")
+    picture, talk = tmp_path / "picture.png", tmp_path / "talk.json"
+    pixels = np.random.default_rng(3).integers(0, 256, (9, 12, 3), np.uint8)
+    Image.fromarray(pixels).save(picture)
+    talk.write_text(json.dumps([{"role": "user", "content": "<image>\none one "}]))
+    asked = ["generate", str(run), "--chat", str(talk), "--image", str(picture), "--greedy"]
+    command = [str(tiny.programs.python), "-m", "mt_infer", *asked, "--max-tokens", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    images = open_pretrained(out).config.images
+    tokenizer = load_tokenizer(run / "tokenizer.json", eod="<|eod|>")
+    special = tokenizer.special_tokens
+    text = tokenizer.encode("one one ")
+    prompt = [special["<|user|>"], *[images.token_id] * images.num_tokens, *text]
+    prompt += [special["<|end|>"], special["<|assistant|>"]]
+    theirs = LlavaForConditionalGeneration.from_pretrained(out)
+    found = theirs.generate(
+        input_ids=torch.tensor([prompt]),
+        pixel_values=torch.from_numpy(read_image_preprocessing(run).pixels(picture))[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=5,
+        do_sample=False,
+    )
+    expected = tokenizer.decode(found[0, len(prompt) :].tolist())
+    assert done.stdout.strip() == expected.strip()
 
 
 def test_what_does_not_fit_images_is_refused_by_name(started, folder, tmp_path) -> None:

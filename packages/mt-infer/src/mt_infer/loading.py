@@ -64,7 +64,7 @@ class RunError(UserError):
     """The folder is not a usable run."""
 
 
-_CHAT_TEMPLATE = "chat_template.jinja"
+_CHAT_TEMPLATE, _PREPROCESSOR = "chat_template.jinja", "preprocessor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,9 @@ class Run:
     @cached_property
     def _preprocessing(self) -> ImagePreprocessing | None:
         multimodal = require("mt_multimodal", "an image of a prompt")
-        return multimodal.read_image_preprocessing(self.hugging_face)
+        is_own = self.step is not None and (self.folder / _PREPROCESSOR).is_file()
+        folder = self.folder if is_own else self.hugging_face
+        return multimodal.read_image_preprocessing(folder)
 
 
 @contextmanager

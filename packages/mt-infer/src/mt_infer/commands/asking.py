@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from mt_files import FileError, open_file, parse_json, shorten
+from mt_files import FileError, open_file, parse_json, require, shorten
 from mt_tokenizer import ChatTemplate, TokenizerError, with_parsed_arguments
 
 from mt_infer.loading import Run
@@ -58,6 +58,9 @@ class Asker:
         run = self._run
         if self._template is None:
             self._template = ChatTemplate.from_folder(run.chat_folder, run.tokenizer)
+        if run.config.images is not None:  # `<image>` in a text is an image, as in training rows
+            multimodal = require("mt_multimodal", "a conversation with a model that takes images")
+            messages, _ = multimodal.with_parts(messages, self._template)
         written = self._template.write(with_parsed_arguments(messages), tools=tools)
         return run.tokenizer.encode_chat(written)
 
