@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from mt_context_parallel import shard
 from mt_files import FieldError
 from mt_fusions import GraphError
-from mt_model import GPT, GraphedDecoding, ModelConfig, RetroConfig, gpt
+from mt_model import GPT, GraphedDecoding, ModelConfig, RetroConfig, expected_bytes, gpt
 from mt_parallel_state import ParallelLayout, ParallelState, sharding_of
 
 CHUNK, COUNT, ROWS, LENGTH, VOCAB = 4, 2, 2, 18, 40
@@ -36,17 +37,17 @@ def model_of(*, new: bool = False, **given) -> GPT:
     return model
 
 
-def batch_of(seed: int = 0) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def batch_of(seed: int = 0, length: int = LENGTH) -> dict[str, torch.Tensor]:
+    generator, chunks = torch.Generator().manual_seed(seed), length // CHUNK
 
     def drawn(high: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=generator)
 
-    lengths = drawn(SIZE + 1, ROWS, CHUNKS, COUNT)
+    lengths = drawn(SIZE + 1, ROWS, chunks, COUNT)
     lengths[0, 1] = torch.tensor([0, 0])
     lengths[1, 0] = torch.tensor([SIZE, 0])
-    tokens = drawn(VOCAB, ROWS, LENGTH)
-    neighbours = drawn(VOCAB, ROWS, CHUNKS, COUNT, SIZE)
+    tokens = drawn(VOCAB, ROWS, length)
+    neighbours = drawn(VOCAB, ROWS, chunks, COUNT, SIZE)
     return {"tokens": tokens, "neighbours": neighbours, "neighbour_lengths": lengths}
 
 
@@ -210,6 +211,26 @@ def test_recomputed_layers_have_the_same_gradients() -> None:
             torch.testing.assert_close(other[name], grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("layers", [range(4), range(1, 3)])
+def test_what_the_encoder_keeps_is_expected(layers: range) -> None:
+    stage = GPT(config_of(), layers=layers, dtype=torch.float64)
+    batch = {**batch_of(), "labels": batch_of(1)["tokens"]}
+    expected = expected_bytes(stage, batch)
+    x = None
+    if layers.start:
+        x = torch.zeros(ROWS, LENGTH + batch["neighbours"][0].numel(), 16, dtype=torch.float64)
+    with stage.watch_activations() as kept:
+        for _ in range(2):  # the second pass counts for itself
+            stage(x if x is None else x.requires_grad_(), batch)
+    bytes_of = lambda found: {i: each.device for i, each in found.items()}  # noqa: E731
+    # The encoder's tables are the same for any number of rows.
+    assert bytes_of(kept) == pytest.approx(bytes_of(expected), rel=0.01)
+    encoder = CHUNKS * COUNT * SIZE * 16 * 8 * ROWS  # bytes of the neighbours' hidden states
+    for index, bytes in kept.items():
+        has_encoder = index == RETRO.first - 1 and index in layers
+        assert (bytes.device > 30 * encoder) == has_encoder
+
+
 def test_parameters_are_counted() -> None:
     config = config_of()
     assert config.num_parameters == sum(p.numel() for p in GPT(config).parameters())
@@ -299,19 +320,27 @@ def test_stages_in_turn_equal_the_whole_model(cuts: tuple[int, ...]) -> None:
 
 
 def run(
-    tp: int, cuts: tuple[int, ...], documents: torch.Tensor | None, dropout: float = 0.0
+    layout: ParallelLayout,
+    cuts: tuple[int, ...],
+    documents: torch.Tensor | None,
+    dropout: float = 0.0,
+    sequence_parallel: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Loss and whole gradients of some parameters, through stages run in turn."""
-    state = ParallelState(ParallelLayout(tp=tp))
-    batch = {**batch_of(), "labels": batch_of(1)["tokens"], "sample_ids": torch.tensor([3, 8])}
+    state = ParallelState(layout)
+    length = LENGTH if documents is None else documents.shape[1]
+    batch = {**batch_of(0, length), "labels": batch_of(1, length)["tokens"]}
+    group = state.group("cp")
+    batch = {name: shard(x, group) for name, x in batch.items()}  # cut at chunks
+    batch["sample_ids"] = torch.tensor([3, 8])
     if documents is not None:
         batch["documents"] = documents
     stages: list[GPT] = []
     sent: list[Any] = []
     received: list[Any] = [None]
+    how = {"dtype": torch.float64, "seed": 5, "sequence_parallel": sequence_parallel}
     for start, stop in pairwise(cuts):
-        config = config_of(dropout=dropout)
-        stage = GPT(config, state, layers=range(start, stop), dtype=torch.float64, seed=5)
+        stage = GPT(config_of(dropout=dropout), state, layers=range(start, stop), **how)
         open_gates(stage, state)
         stages.append(stage)
         sent.append(stage(received[-1], batch))
@@ -323,16 +352,26 @@ def run(
     found = {"lm": sent[-1]["lm"].detach()}
     for stage in stages:
         for name, param in stage.named_parameters():
-            spec = sharding_of(param).spec.dims
-            dims = [dim for dim, axes in enumerate(spec) if axes == ("tp",)] if tp > 1 else []
-            grad = param.grad
-            if grad is not None and dims:
-                parts = [torch.empty_like(grad) for _ in range(tp)]
-                dist.all_gather(parts, grad.contiguous(), group=state.group("tp"))
-                grad = torch.cat(parts, dims[0])
-            if grad is not None:
-                found[name] = found.get(name, 0) + grad
+            if param.grad is not None:
+                found[name] = found.get(name, 0) + whole_gradient(param, state)
+    if group is not None:
+        for x in found.values():
+            dist.all_reduce(x, group=group)
     return found
+
+
+def whole_gradient(param: torch.nn.Parameter, state: ParallelState) -> torch.Tensor:
+    grad, tp = param.grad, state.size("tp")
+    assert grad is not None
+    grad = grad.contiguous()
+    dims = [dim for dim, axes in enumerate(sharding_of(param).spec.dims) if axes == ("tp",)]
+    if tp > 1 and "tp" in sharding_of(param).partial_grad:
+        dist.all_reduce(grad, group=state.group("tp"))
+    if tp > 1 and dims:
+        parts = [torch.empty_like(grad) for _ in range(tp)]
+        dist.all_gather(parts, grad, group=state.group("tp"))
+        grad = torch.cat(parts, dims[0])
+    return grad
 
 
 def open_gates(stage: GPT, state: ParallelState) -> None:
@@ -361,17 +400,33 @@ def test_parts_of_a_pass_and_experts_have_the_same_losses() -> None:
 
 @pytest.mark.parametrize("cuts", [(0, 1, 4), (0, 2, 4), (0, 1, 3, 4)])
 def test_stages_have_the_gradients_of_the_whole_model(cuts: tuple[int, ...]) -> None:
-    expected, found = run(1, (0, 4), None, 0.1), run(1, cuts, None, 0.1)
+    one = ParallelLayout()
+    expected, found = run(one, (0, 4), None, 0.1), run(one, cuts, None, 0.1)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         torch.testing.assert_close(found[name], x, rtol=1e-10, atol=1e-12)
 
 
-def test_tensor_parallel_ranks_have_the_gradients_of_one(ranks) -> None:
-    documents = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
-    documents[:, 8:] = 1
-    expected = run(1, (0, 4), documents)
-    for found in ranks(2, run, 2, (0, 2, 4), documents):
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "sequence_parallel", "cuts"),
+    [
+        (ParallelLayout(tp=2), False, (0, 2, 4)),
+        (ParallelLayout(tp=2), True, (0, 1, 4)),
+        (ParallelLayout(tp=2), True, (0, 2, 4)),
+        (ParallelLayout(cp=2), False, (0, 1, 4)),
+        (ParallelLayout(cp=2), False, (0, 2, 4)),
+        pytest.param(ParallelLayout(tp=2, cp=2), True, (0, 2, 4), marks=pytest.mark.campaign),
+        pytest.param(ParallelLayout(cp=4), False, (0, 4), marks=pytest.mark.campaign),
+    ],
+)
+def test_ranks_have_the_gradients_of_one(ranks, layout, sequence_parallel, cuts, packed) -> None:
+    documents = torch.zeros(ROWS, 32, dtype=torch.int64)
+    if packed:
+        documents[0, 8:], documents[0, 20:], documents[1, 12:] = 1, 2, 1
+    expected = run(ParallelLayout(), (0, 4), documents)
+    size = layout.tp * layout.cp
+    for found in ranks(size, run, layout, cuts, documents, 0.0, sequence_parallel):
         assert found.keys() == expected.keys()
         for name, x in expected.items():
             torch.testing.assert_close(found[name], x, rtol=1e-9, atol=1e-11)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mt_model.attend.cache import KVCache
 from mt_model.attend.context import ForwardContext
 from mt_model.attend.padding import last_tokens
+from mt_model.attend.sequence import SequenceAttend
 from mt_model.block.losses import Losses, add_losses
 from mt_model.language.divergence import Teaching
 from mt_model.language.embedding import TokenEmbedding
@@ -82,7 +83,15 @@ class GPT(GeneratingStack):
         if self.config.retro is not None:
             place = self.config.retro.places(self.config.num_layers)[0]
             placed = {"layers": self.layer_range, "shard": self._placement_of(place)}
+            placed["alone"] = self._sequences_alone()
             self.neighbours = Neighbours(self.config.retro, self.config, **placed)
+
+    def _sequences_alone(self) -> SequenceAttend:
+        """Return attention within sequences that no ranks share, such as neighbours."""
+        if self.shard.context.group is None:
+            return self.shard.context
+        layers = self.config.num_layers
+        return SequenceAttend(self.state, "ring", None, layers=layers, shared=False)
 
     def _cross_of(self, layer: int) -> nn.Module | None:
         config, retro = self.config, self.config.retro

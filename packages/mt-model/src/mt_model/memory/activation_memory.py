@@ -38,6 +38,7 @@ def expected_bytes(stage: GPT, batch: Mapping[str, Any]) -> dict[int, KeptBytes]
             plan, offload=replace(plan.offload, min_bytes=plan.offload.min_bytes // rows)
         )
     if not stage.has_embedding:
+        length += stage.config.handed_tokens(one) - one["tokens"].shape[1] if "tokens" in one else 0
         length //= place.tp if place.sequence_parallel else 1
         sizes = (1, length, stage.config.hidden_size)
         x = torch.zeros(sizes, dtype=place.dtype, device=place.device, requires_grad=True)

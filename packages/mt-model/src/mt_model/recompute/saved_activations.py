@@ -47,6 +47,7 @@ class SavedActivations:
         cuda = device.type == "cuda" and plan.offload is not None
         self._stream = torch.cuda.Stream(device) if cuda else None
         self._last: _OffloadedLayer | None = None
+        self._found: dict[int, KeptBytes] = {}  # of this pass; a layer may come in several parts
 
     @contextmanager
     def of_layer(self, index: int, *, others: Iterable[Tensor]) -> Iterator[None]:
@@ -81,7 +82,11 @@ class SavedActivations:
             yield
         if self._counts is not None:
             device = sum(x.untyped_storage().nbytes() for x in here.values())  # some is freed
-            self._counts[index] = KeptBytes(device, layer.num_bytes if layer else 0)
+            before = self._found.get(index, KeptBytes())
+            kept = KeptBytes(
+                before.device + device, before.host + (layer.num_bytes if layer else 0)
+            )
+            self._counts[index] = self._found[index] = kept
         here.clear()
         if layer is not None:
             self.finish()

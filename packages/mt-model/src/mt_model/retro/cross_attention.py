@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
+from mt_parallel_state import gather_from_group, scatter_to_group
 from torch import Tensor, nn
 
 from mt_model.attend.context import ForwardContext
@@ -35,7 +37,8 @@ class ChunkedCrossAttention(CrossAttention):
     Shape:
         forward(x): [B, S, hidden] -> the same; the context's memory is [B * L, K, hidden] and its
         mask [B * L, m, K] for L finished chunks. With a cache the mask is [B * (L + 1), m, K]: the
-        first chunk is the last one that passes before have finished.
+        first chunk is the last one that passes before have finished. Where ranks share sequences,
+        so is the memory of each of the two parts of a row: the first chunk is the last one before.
     """
 
     def __init__(
@@ -47,25 +50,40 @@ class ChunkedCrossAttention(CrossAttention):
         layer: int,
         shard: ShardContext,
     ) -> None:
-        super().__init__(config, hidden_size, layer=layer, shard=shard)
-        self.chunk = chunk
+        whole = replace(shard, sequence_parallel=False)
+        super().__init__(config, hidden_size, layer=layer, shard=whole)
+        self.chunk, self.is_split = chunk, shard.sequence_parallel
         start_from(self.out.weight, "zeros")
 
     def forward(self, x: Tensor, shared: ForwardContext) -> Tensor:
-        """Attend to the neighbours; tokens before the end of the first chunk get zeros."""
-        size, (rows, length, hidden) = self.chunk, x.shape
+        """Attend to the neighbours; tokens before the end of the first chunk get zeros.
+
+        Under sequence parallelism the group gathers the tokens (backward keeps the own ones).
+        """
+        if not self.is_split:
+            return self._attend_within(x, shared)
+        whole = gather_from_group(x, self.group, dim=1)
+        return scatter_to_group(self._attend_within(whole, shared), self.group, dim=1)
+
+    def _attend_within(self, x: Tensor, shared: ForwardContext) -> Tensor:
+        size, length, cp = self.chunk, x.shape[1], self.context.size
         if shared.cache is not None:
             held = shared.cache.length
-            front, chunks = held % size + 1, (held + length) // size - held // size + 1
-            moved = nn.functional.pad(x, (0, 0, front, chunks * size - front - length))
-            found = super().forward(moved.reshape(rows * chunks, size, hidden), shared)
-            return found.reshape(rows, chunks * size, hidden)[:, front : front + length]
-        chunks = length // size
-        behind = size * (chunks + 1) - 1 - length
-        moved = nn.functional.pad(x[:, size - 1 :], (0, 0, 0, behind))
-        found = super().forward(moved.reshape(rows * chunks, size, hidden), shared)
-        found = found.reshape(rows, chunks * size, hidden)[:, : length - size + 1]
+            chunks = (held + length) // size - held // size + 1
+            return self._by_chunks(x, shared, front=held % size + 1, chunks=chunks)
+        if cp > 1:
+            parts = x.reshape(2 * x.shape[0], length // 2, x.shape[2])
+            chunks = parts.shape[1] // size + 1
+            return self._by_chunks(parts, shared, front=1, chunks=chunks).reshape(x.shape)
+        found = self._by_chunks(x[:, size - 1 :], shared, front=0, chunks=length // size)
         return nn.functional.pad(found, (0, 0, size - 1, 0))
+
+    def _by_chunks(self, x: Tensor, shared: ForwardContext, *, front: int, chunks: int) -> Tensor:
+        """Attend with the tokens behind `front` places of the first of so many chunks."""
+        (rows, length, hidden), size = x.shape, self.chunk
+        moved = nn.functional.pad(x, (0, 0, front, chunks * size - front - length))
+        found = super().forward(moved.reshape(rows * chunks, size, hidden), shared)
+        return found.reshape(rows, chunks * size, hidden)[:, front : front + length]
 
     def _memory(self, shared: ForwardContext) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return keys, values and mask of the neighbours, in front those that the cache keeps."""
@@ -100,19 +118,20 @@ class NeighbourCrossAttention(CrossAttention):
 
 
 def chunk_masks(
-    lengths: Tensor, documents: Tensor | None, *, chunk: int, length: int, size: int
+    lengths: Tensor, documents: Tensor | None, *, chunk: int, size: int
 ) -> tuple[Tensor, Tensor | None]:
     """Return which neighbours' tokens each token sees, and which tokens are of a chunk's document.
 
     Args:
-        lengths: Number of tokens of each neighbour; 0 where there is none.
-        documents: Ids of packed documents; None for one. A chunk is of its last token's document.
+        lengths: Number of tokens of each neighbour of the chunks; 0 where there is none.
+        documents: Ids of packed documents of the tokens of the chunks, and of the `chunk - 1`
+            tokens behind them; None for one. A chunk is of its last token's document.
         chunk: Number of tokens of a chunk (m).
-        length: Number of tokens of a sequence (S).
         size: Number of tokens of a neighbour, with padding (r).
 
     Shape:
-        lengths: [B, L, k]; documents: [B, S]. Returns [B * L, m, k * r], and [B * L, m] or None.
+        lengths: [N, L, k]; documents: [N, L * m + m - 1]. Returns [N * L, m, k * r], and
+        [N * L, m] or None.
     """
     there = torch.arange(size, device=lengths.device) < lengths[..., None]
     rows, chunks = lengths.shape[:2]
@@ -121,6 +140,5 @@ def chunk_masks(
         return there.expand(-1, chunk, -1), None
     own = documents[:, : chunks * chunk].reshape(rows * chunks, chunk)
     last = own[:, -1:]
-    seen = nn.functional.pad(documents[:, chunk - 1 :], (0, chunk * (chunks + 1) - 1 - length))
-    reads = seen.reshape(rows * chunks, chunk) == last
+    reads = documents[:, chunk - 1 :].reshape(rows * chunks, chunk) == last
     return there & reads[..., None], own == last

@@ -30,7 +30,7 @@ class NeighbourEncoder(nn.Module):
     Args:
         retro: How the model attends to neighbours.
         config: Configuration of the model.
-        shard: This rank's share of the model, for layer `first`.
+        shard: This rank's share of the model, for layer `first`, with whole sequences.
 
     Shape:
         forward(x, lengths, chunks): [C, k * r, hidden] -> the same; lengths: [C * k]; chunks:

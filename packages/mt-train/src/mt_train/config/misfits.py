@@ -47,9 +47,6 @@ def layout_misfits(
     yield from _context_misfits(config.parallel, model, layout)
     cut = 2 * layout.cp if layout.cp > 1 else 1
     shards = layout.tp if config.parallel.sequence_parallel else 1
-    if model.retro is not None and (layout.cp > 1 or shards > 1):
-        key, use = ("cp", 1) if layout.cp > 1 else ("sequence_parallel", "false")
-        yield f"parallel.{key}", f"cuts sequences, which model.retro needs whole; use {use}"
     parts = cut * lcm(shards, config.data.unit() if cut > 1 else 1)
     for key, length in config.data.lengths(training.sequence_length).items():
         if length % parts:
