@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mt_data import BatchSampler, IndexedDataset
@@ -61,15 +63,29 @@ class Recorder:
         return RecordingSampler
 
 
-def kill_after(seconds: float) -> Callable[[], None]:
-    """Return a function that kills its process at some moment, in whatever it does then."""
+def kill_after(seconds: float) -> Callable[[], Callable[[], None]]:
+    """Return a function by which its process is killed at some moment, in whatever it does then.
 
-    def start() -> None:
+    It returns a function that calls this off.
+    """
+
+    def start() -> Callable[[], None]:
         timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
+        return timer.cancel
 
     return start
+
+
+def drawn_kill(draw: random.Random, nproc: int) -> dict[str, Any]:
+    """Return the arguments of `train` that kill a rank, at a random moment or a named point."""
+    rank, point, nth = draw.randrange(nproc), draw.choice(POINTS), draw.randint(1, 4)
+    seconds = draw.uniform(0.05, 1.0)
+    if draw.random() < 0.5:
+        return {"begin": kill_after(seconds), "rank": rank}
+    only_first = point == "save.manifest"
+    return {"on_event": KillAt(point, rank=0 if only_first else rank, nth=nth)}
 
 
 def train(tiny, out, log, overrides, layout, *, on_event=None, begin=None, rank=0) -> None:
@@ -86,12 +102,13 @@ def train(tiny, out, log, overrides, layout, *, on_event=None, begin=None, rank=
 
         own = dist.get_rank()
         env = DistributedEnv(rank=own, world_size=nproc, local_rank=own, local_world_size=nproc)
-        if begin is not None and own == rank:
-            begin()
+        call_off = begin() if begin is not None and own == rank else None
         recorder = Recorder(log.with_name(f"{log.name}-{own}.jsonl"))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("mt_train.session.run.BatchSampler", recorder.sampler())
             run(load_config(config, given), env, out, on_event=on_event)
+        if call_off is not None:
+            call_off()
 
     tiny.ranks(nproc, body, timeout=120)
 
@@ -160,31 +177,27 @@ def undisturbed(tiny, short, scenes, tmp_path_factory, losses):
 def test_kills_and_other_layouts_change_no_consumed_sample(
     scene, seed, kills, tiny, scenes, undisturbed, tmp_path, losses, record_property
 ) -> None:
-    draw = random.Random(f"{scene} {seed}")
-    out, log = tmp_path / "run", tmp_path / "log"
-    log.mkdir()
-    overrides, killed, layouts, partial = (*scenes[scene], *OPTIONS), 0, [], 0
-    while True:
-        layout = draw.choice([each for each in LAYOUTS if each != (layouts or [None])[-1]])
-        layouts.append(layout)
-        rank = draw.randrange(layout[0])
-        how = {}
-        if killed < kills:
-            kill = KillAt(draw.choice(POINTS), rank=rank, nth=draw.randint(1, 4))
-            random_moment = kill_after(draw.uniform(0.05, 1.0))
-            how = {"begin": random_moment} if draw.random() < 0.5 else {"on_event": kill}
-        try:
-            train(tiny, out, log / str(len(layouts)), overrides, layout, rank=rank, **how)
-        except RankDied:
-            killed += 1
-            count = len([*(out / "data").glob("shard-?????.idx")])
-            partial += 0 < count < SHARDS
-        else:
-            break
+    draw, overrides = random.Random(f"{scene} {seed}"), (*scenes[scene], *OPTIONS)
     expected, expected_losses = undisturbed[scene]
-    assert consumed(log) == expected
-    assert losses(out) == pytest.approx(expected_losses, rel=1e-4)
+    killed = changes = partial = 0
+    for number in itertools.count():  # a run that ends before its kill comes is followed by another
+        out, log, layouts = tmp_path / f"run{number}", tmp_path / f"log{number}", []
+        log.mkdir()
+        while True:
+            layouts.append(draw.choice([each for each in LAYOUTS if each not in layouts[-1:]]))
+            how = drawn_kill(draw, layouts[-1][0]) if killed < kills else {}
+            try:
+                train(tiny, out, log / str(len(layouts)), overrides, layouts[-1], **how)
+            except RankDied:
+                killed += 1
+                partial += 0 < len([*(out / "data").glob("shard-?????.idx")]) < SHARDS
+            else:
+                break
+        changes += len(layouts) - 1
+        assert consumed(log) == expected
+        assert losses(out) == pytest.approx(expected_losses, rel=1e-4)
+        if killed == kills:
+            break
     record_property("kills", killed)
-    record_property("attempts on other layouts", len(layouts) - 1)
-    if scene == "ahead":
-        record_property("kills before the last shard was built", partial)
+    record_property("goings on with another layout", changes)
+    record_property("kills with some shards built", partial if scene == "ahead" else "-")

@@ -7,12 +7,14 @@ import json
 import os
 import random
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 from mt_data import IndexedDataset
 from mt_files import FileError
-from mt_train import ConfigError, load_config
+from mt_parallel_state import DistributedEnv
+from mt_train import ConfigError, load_config, run
 from mt_train.data.corpus import prepare_corpus
 
 SHARDS = 4
@@ -50,9 +52,9 @@ def built(out):
 
 
 @contextmanager
-def held_back(tiny, out, options):
+def held_back(config, out, options):
     """Prepare a run, and hold its builder back; yields a function that lets it go."""
-    prepare_corpus(load_config(tiny.config, list(options)), out)
+    prepare_corpus(load_config(config, list(options)), out)
     lock = os.open(out / "data" / ".build.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     try:
@@ -79,7 +81,7 @@ def test_training_begins_with_the_first_shard_and_has_the_numbers_of_the_finishe
 ) -> None:
     ahead = (*options, "data.build=ahead")
     steps = iter(range(STEPS))
-    with held_back(tiny, tmp_path, ahead) as let_go:
+    with held_back(tiny.config, tmp_path, ahead) as let_go:
 
         def on_event(name):
             if name == "train.forward_backward" and next(steps) == 5:
@@ -98,7 +100,7 @@ def test_a_build_that_was_killed_goes_on_and_changes_no_number(
     tiny, options, finished, tmp_path, losses
 ) -> None:
     ahead = (*options, "data.build=ahead", "checkpoint.every=2")
-    with held_back(tiny, tmp_path, ahead), pytest.raises(KillError):
+    with held_back(tiny.config, tmp_path, ahead), pytest.raises(KillError):
         tiny.run(tmp_path, *ahead, on_event=killed_at(3))
     assert built(tmp_path) == 1
     with pytest.raises(KillError):
@@ -124,7 +126,7 @@ def test_a_source_that_changes_before_its_build_ends_is_refused(tiny, tmp_path) 
     data = f"data={{corpus: {path}, tokenizer: {tiny.data}/tokenizer.json, shard_bytes: 7000"
     ahead = (f"{data}, build: ahead}}", "training.steps=2")
     out = tmp_path / "out"
-    with held_back(tiny, out, ahead):
+    with held_back(tiny.config, out, ahead):
         tiny.run(out, *ahead)
     with path.open("a") as file:
         file.write(json.dumps({"text": "two"}))
@@ -134,14 +136,38 @@ def test_a_source_that_changes_before_its_build_ends_is_refused(tiny, tmp_path) 
         tiny.run(out, f"{data}}}", "training.steps=3")
 
 
+@pytest.mark.parametrize(
+    ("example", "rows_of"),
+    [("bert", "kind: masked, masking: {pairs: true}"), ("t5", "kind: spans")],
+)
+def test_rows_of_every_kind_are_read_from_shards(
+    example, rows_of, options, tmp_path, losses, rows
+) -> None:
+    config = Path(__file__).parents[1] / "examples" / f"{example}.yaml"
+    corpus = options[0].partition(", tokenizer")[0].removeprefix("data={")
+    data = f"data={{{corpus}, vocab_size: 300, shard_bytes: 7000, {rows_of}, build: BUILD}}"
+    batch = "{steps: 24, global_batch_size: 24, micro_batch_size: 24, sequence_length: 16}"
+    given = [data, f"training={batch}", "logging.every=1", "evaluation.every=7"]
+    ahead = [text.replace("BUILD", "ahead") for text in given]
+    before = [text.replace("BUILD", "before") for text in given]
+    out, finished, steps = tmp_path / "ahead", tmp_path / "before", iter(range(100))
+    with held_back(config, out, ahead) as let_go:
+
+        def on_event(name):
+            if name == "train.forward_backward" and next(steps) == 0:
+                assert built(out) == 1
+                let_go()
+
+        run(load_config(config, ahead), DistributedEnv(), out, on_event=on_event)
+    run(load_config(config, before), DistributedEnv(), finished)
+    assert len(losses(out)) == 24
+    assert losses(out) == losses(finished)
+    assert evaluations(rows(out)) == evaluations(rows(finished))
+
+
 def test_what_can_not_be_built_ahead_is_refused(tiny) -> None:
     with pytest.raises(ConfigError, match=r"data.build: ahead is for texts that data.corpus"):
         load_config(tiny.config, ["data.build=ahead"])
-    with pytest.raises(ConfigError, match=r"data.build: ahead is not for data.kind masked"):
-        load_config(
-            tiny.config,
-            ["data={kind: masked, corpus: standard-library, build: ahead}"],
-        )
 
 
 @pytest.mark.parametrize("damage", ['{"sources": []}', "[1]"])

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from mt_data.datasets.pairs import PairDataset as PairDataset
     from mt_data.datasets.prefetch import Prefetcher as Prefetcher
     from mt_data.datasets.shards import ShardedDataset as ShardedDataset
+    from mt_data.datasets.shards import ShardedRows as ShardedRows
     from mt_data.datasets.spans import SpanCorruption as SpanCorruption
     from mt_data.datasets.spans import SpanDataset as SpanDataset
     from mt_data.datasets.spans import SpanVocabulary as SpanVocabulary

@@ -218,12 +218,16 @@ class Shards:
             eod: Its end-of-document token, where it has several that may.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._closed.set)
+            stack.callback(self.close)
             if self.num_built < self.plan.count:
                 (self.folder / _FAILED).unlink(missing_ok=True)
                 task = {"folder": str(self.folder), "tokenizer": str(tokenizer), "eod": eod}
                 self._process = stack.enter_context(_process({**task, "plan": self.plan.to_dict()}))
             yield
+
+    def close(self) -> None:
+        """End all waiting for shards, which is an error of who waits."""
+        self._closed.set()
 
     def _wait(self, shard: int) -> None:
         while not is_built(self.folder, shard):
@@ -231,10 +235,10 @@ class Shards:
             with contextlib.suppress(FileError):
                 raise DataError(read_text(self.folder / _FAILED, limit=_MAX_TEXT))
             if ended and not is_built(self.folder, shard):
-                raise DataError(
-                    "the process that builds the data was killed, perhaps for its memory; the same "
-                    "command goes on with the shards that are missing"
-                )
+                text = "the process that builds the data was killed, perhaps for its memory; the "
+                text += "same command goes on with the shards that are missing"
+                note_failure(self.folder, text)
+                raise DataError(text)
             if self._closed.wait(_PAUSE):
                 raise DataError(f"shard {shard + 1} of {self.plan.count} is not built")
 

@@ -131,6 +131,7 @@ class _Session:
         config = loaded.config
         self.config, self.out, self.state, self.stop = config, out, state, stop
         self.start, tokenizer, model = basis.start, basis.tokenizer, basis.model
+        self.shards = basis.corpus.shards
         loaded.check_layout(model, state.layout)
         for part in wanted_parts(config):
             part.check_layout(loaded, model, state.layout)
@@ -205,7 +206,7 @@ class _Session:
         trainer = self.trainer
         if trainer.finished and not self._evaluation_is_missing():
             return self._already_finished()
-        stack.callback(trainer.close)
+        self._close_later(stack)
         reporter = self._open_reporter(stack)
         self._announce(reporter)
         saved_step = trainer.progress.step if self.start.own else None
@@ -248,6 +249,11 @@ class _Session:
                 "the same command continues"
             )
         return Outcome(step=trainer.progress.step, stopped=stopped, evaluation=evaluation)
+
+    def _close_later(self, stack: ExitStack) -> None:
+        stack.callback(self.trainer.close)
+        if self.shards is not None:
+            stack.callback(self.shards.close)  # first, as the thread that reads ahead may wait
 
     def _drawn(self) -> Record:
         """Return what each source gave, for the steps that the console shows."""
@@ -395,6 +401,9 @@ class _Session:
             reporter.say(line)
         for line in self.drawing.lines(self.trainer.progress.samples):
             reporter.say(line)
+        if self.shards is not None and (built := self.shards.num_built) < self.shards.plan.count:
+            text = f"data: {built} of {self.shards.plan.count} shards are built"
+            reporter.say(f"{text}, the others beside training")
         if self.trainer.finished:
             reporter.say(f"finished at step {self.trainer.progress.step}; evaluating")
 

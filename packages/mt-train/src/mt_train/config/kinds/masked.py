@@ -86,6 +86,7 @@ class MaskedData(DataSection):
     type_name: ClassVar[str] = "masked"
     is_causal: ClassVar[bool] = False
     has_few_labels: ClassVar[bool] = True
+    reads_shards: ClassVar[bool] = True
 
     masking: MaskingSection = field(default_factory=MaskingSection)
 

@@ -95,8 +95,8 @@ class DataSection:
             runs of spaces together.
         validation_fraction: Share of the corpus's documents to hold out. Of a corpus in shards the
             ones of the first shard are evaluated.
-        shard_bytes: Size from which running text of a corpus is built in shards, and the size of a
-            shard in bytes of the source. Each is a sample of the whole corpus, and an epoch reads
+        shard_bytes: Size from which a corpus is built in shards, and the size of a shard in bytes
+            of the source. Each is a sample of the whole corpus, and an epoch reads
             them one after the other, each in an order of its own; a tokenizer is trained on the
             first. With `max_files` there is one.
         build: When the shards are built: `before` the first step, or `ahead`: training begins when
@@ -168,9 +168,9 @@ class DataSection:
             checks.add("validation", f"{text}. Leave it out")
         if self.build == "ahead" and self.corpus is None:
             checks.add("build", "ahead is for texts that data.corpus names; leave it out")
-        if self.build == "ahead" and not self.reads_shards:
+        elif self.build == "ahead" and not self.reads_shards:
             text = f"ahead is not for data.kind {self.kind}, whose rows need the whole corpus; "
-            checks.add("build", text + "leave it out, or use text")
+            checks.add("build", text + "leave it out")
         for name in self.validation if isinstance(self.validation, Mapping) else ():
             if not _SET_NAME.fullmatch(name):
                 text = f"{shorten(name)} is no name of a set; use letters, digits, '.', '_' and '-'"
@@ -256,8 +256,26 @@ class DataSection:
         raise NotImplementedError(f"{type(self).__name__} needs a method dataset()")
 
     def datasets(self, sources: Sources) -> list[GPTDataset | RowDataset]:
-        """Open all paths of `train`."""
+        """Open all paths of `train`, or the shards of a corpus."""
+        if sources.shards is not None:
+            return [self._sharded(sources, sources.shards)]
         return [self.dataset(path, sources) for path in sources.train]
+
+    def _sharded(self, sources: Sources, shards: Shards) -> RowDataset:
+        """Open a corpus in shards, of which the first is there."""
+        from mt_data import ShardedRows
+
+        def rows(shard: int) -> RowDataset:
+            with shards.open(shard) as tokens:  # once it is there, and checked
+                return self.dataset(Path(tokens.prefix), sources)
+
+        return ShardedRows(
+            rows,
+            count=shards.plan.count,
+            seed=sources.seed,
+            identity=shards.identity,
+            num_tokens=shards.plan.size,
+        )
 
     def held_out(self, sources: Sources) -> HeldOutRows | None:
         """Open the rows of one set of held-out data; None if there are none."""
@@ -265,7 +283,8 @@ class DataSection:
             return None
         from mt_data import JoinedRows
 
-        found = self.datasets(replace(sources, train=sources.validation, weights=()))
+        whole = replace(sources, train=sources.validation, weights=(), shards=None)
+        found = self.datasets(whole)
         rows = cast("list[RowDataset]", found)
         return HeldOutRows(rows=rows[0] if len(rows) == 1 else JoinedRows(rows))
 

@@ -84,6 +84,7 @@ class SpanData(DataSection):
     """
 
     type_name: ClassVar[str] = "spans"
+    reads_shards: ClassVar[bool] = True
     feeds_encoder: ClassVar[bool] = True
 
     spans: SpanSection = field(default_factory=SpanSection)

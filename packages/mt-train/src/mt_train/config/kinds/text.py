@@ -153,7 +153,7 @@ class TextData(DataSection):
         from mt_data import IndexedDataset
 
         if sources.shards is not None:
-            return [cast("GPTDataset", self._sharded(sources, sources.shards))]
+            return [cast("GPTDataset", self._samples_of_shards(sources, sources.shards))]
         indexed = [IndexedDataset(prefix) for prefix in sources.train]
         shares = sources.weights or [int(each.num_tokens) for each in indexed]
         return [
@@ -171,7 +171,7 @@ class TextData(DataSection):
             for each, share in zip(indexed, shares, strict=True)
         ]
 
-    def _sharded(self, sources: Sources, shards: Shards) -> ShardedDataset:
+    def _samples_of_shards(self, sources: Sources, shards: Shards) -> ShardedDataset:
         """Open a corpus in shards, of which the first is there."""
         from mt_data import ShardedDataset
 
