@@ -2,7 +2,9 @@
 
 import fcntl
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -189,6 +191,20 @@ def test_a_document_that_can_not_be_read_ends_all_who_wait(source, tmp_path):
         for each in (starter, other):
             with pytest.raises(DataError, match=r"bad\.jsonl, line"):
                 [each.open(shard) for shard in range(plan.count)]
+
+
+def test_a_building_process_that_is_killed_ends_all_who_wait(source, plan, tmp_path):
+    starter, other = (Shards(plan=plan, folder=tmp_path) for _ in range(2))
+    with (tmp_path / ".build.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # it waits for its turn
+        with starter.building(source.parent / "tok.json"):
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            os.kill(int(children[-1]), signal.SIGKILL)
+            for each in (starter, other):
+                with pytest.raises(DataError, match="was killed"):
+                    each.open(0)
+    with starter.building(source.parent / "tok.json"):  # the next one goes on
+        assert Shards(plan=plan, folder=tmp_path).open(1).num_tokens
 
 
 def test_a_reader_that_is_closed_waits_no_more(plan, tmp_path):
