@@ -214,6 +214,7 @@ def _shards(folder: Path):
 
 ROWS = [
     Row(name="indexes drawn, 1,000 a case", attack=drawn_indexes, cases=100, sample=2),
+    Row(name="files of records drawn, 1,000 a case", attack=drawn_records, cases=100, sample=2),
     Row(name="parquet files that are bombs", attack=bomb, cases=20, sample=1),
     Row(name="a bit of tokens, order and shard", attack=flipped_bits, cases=300, sample=2),
 ]

@@ -91,9 +91,10 @@ class OrderFolder:
             except ValueError:  # an empty file can't be mapped
                 content = memoryview(b"")
         if len(content) > _HEADER.size:
-            magic, count, size, crc = _HEADER.unpack(content[: _HEADER.size])
+            _, count, size, crc = _HEADER.unpack(content[: _HEADER.size])
             rest = content[_HEADER.size :]
-            is_whole = magic == _MAGIC and size in (4, 8) and len(rest) == count * (8 + size)
+            is_ours = content[: _HEADER.size] == _HEADER.pack(_MAGIC, count, size, crc)
+            is_whole = is_ours and size in (4, 8) and len(rest) == count * (8 + size)
             if is_whole and self._crc(rest) == crc:
                 ends = np.frombuffer(rest, "<i8", count)
                 documents = np.frombuffer(rest, f"<u{size}", count, offset=8 * count)
