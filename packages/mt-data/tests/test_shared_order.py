@@ -113,7 +113,7 @@ def test_damage_is_named(tmp_path):
     (path,) = tmp_path.glob("*.order")
     whole, rng = path.read_bytes(), random.Random(0)
     spoilt = [b"", whole[:-1], whole + b"\0", whole[:40]]
-    for bit in rng.sample(range(28 * 8), 100) + rng.sample(range(64 * 8, len(whole) * 8), 200):
+    for bit in rng.sample(range(64 * 8), 100) + rng.sample(range(64 * 8, len(whole) * 8), 200):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         spoilt.append(bytes(flipped))
