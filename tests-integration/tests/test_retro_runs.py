@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mt_data import DataError, IndexedDataset, IndexedWriter
 from mt_retro import Database, build_database, find_neighbours
+from mt_testing import KillAt, RankDied
 
 CHUNK, LENGTH = 8, 64
 LAYOUTS = {
@@ -200,3 +201,73 @@ def test_a_model_that_attends_to_neighbours_trains_alike_on_every_layout(
     found = evaluated(metrics_of, runs[0])
     assert found["val_without_neighbours_loss"] != found["val_loss"]
     assert evaluated(metrics_of, runs[1]) == pytest.approx(found, rel=1e-9)
+
+
+def begin_and_go_on(tiny, options, out: Path, nproc: int, first, then) -> Path:
+    tiny.train(out, *options, RETRO, *first, "training.steps=3", nproc=nproc)
+    return tiny.train(out, *options, RETRO, *then, nproc=nproc)
+
+
+SHARDED = ["training.micro_batch_size=2", "data_parallel.strategy=full"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (LAYOUTS["tp2"][1], LAYOUTS["cp2"][1]),
+        pytest.param(LAYOUTS["cp2"][1], SHARDED, marks=pytest.mark.campaign),
+        pytest.param(SHARDED, LAYOUTS["pp2"][1], marks=pytest.mark.campaign),
+    ],
+)
+def test_checkpoints_of_a_model_with_neighbours_go_on_with_another_layout(
+    tiny, options, tmp_path, losses, first, then
+) -> None:
+    one = tiny.train(tmp_path / "one", *options, RETRO)
+    run = begin_and_go_on(tiny, options, tmp_path / "run", 2, first, then)
+    np.testing.assert_allclose(list(losses(run).values()), list(losses(one).values()), rtol=1e-9)
+
+
+def test_adapters_of_a_model_with_neighbours_train_alike(tiny, options, tmp_path, losses) -> None:
+    """The projections to neighbours have adapters too; the base is frozen."""
+    base = tiny.train(tmp_path / "base", *options, RETRO)
+    own = [RETRO, "lora={rank: 2, layers: ['*.cross.*', '*.mixer.*']}"]
+    own += [f"checkpoint.load={base}", "checkpoint.load_mode=weights"]
+    runs = [
+        tiny.train(tmp_path / "one", *options, *own),
+        tiny.train(tmp_path / "tp2", *options, *own, *LAYOUTS["tp2"][1], nproc=2),
+    ]
+    ours, theirs = losses(runs[1]), losses(runs[0])
+    assert len(set(theirs.values())) > 1
+    np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-9)
+
+
+POINTS = ("train.forward_backward", "train.reduce", "train.update", "save.data")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2", "dp2"])
+def test_kills_of_a_run_with_neighbours_change_no_bit(
+    layout, tiny, options, tmp_path, arrays, losses
+) -> None:
+    """25 kills of each layout; a fifth go on with another layout, to the same losses."""
+    given = (*options, RETRO, "checkpoint.every=2", *LAYOUTS[layout][1])
+    undisturbed = tiny.train(tmp_path / "undisturbed", *given, nproc=2)
+    draw = np.random.default_rng(list(LAYOUTS).index(layout))
+    for turn in range(25):
+        out, point = tmp_path / str(turn), str(draw.choice(POINTS))
+        rank, nth = int(draw.integers(2)), int(draw.integers(1, 6 if "train" in point else 3))
+        with pytest.raises(RankDied, match=f"rank {rank}"):
+            tiny.train(out, *given, nproc=2, on_event=KillAt(point, rank=rank, nth=nth))
+        if turn % 5 == 4:
+            tiny.train(out, *options, RETRO, "checkpoint.every=2")
+            np.testing.assert_allclose(
+                list(losses(out).values()), list(losses(undisturbed).values()), rtol=1e-9
+            )
+            continue
+        tiny.train(out, *given, nproc=2)
+        ours, theirs = arrays(out, 6, prefix=""), arrays(undisturbed, 6, prefix="")
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            np.testing.assert_array_equal(value, theirs[name], err_msg=name)
+        assert losses(out) == losses(undisturbed)
+        shutil.rmtree(out)
