@@ -366,7 +366,8 @@ def test_of_two_savers_one_saves_though_answers_are_lost(store, root):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("share", [0.0, 0.1])
-def test_of_two_savers_one_saves_in_200_rounds(store, root, share):
+def test_of_two_savers_one_saves_in_200_rounds(store, root, share, monkeypatch):
+    monkeypatch.setattr("mt_ckpt.lock.STORE_GRACE_SECONDS", -60.0)  # retention in each round
     store.fail_some(share, seed=1)
     check_two_savers(root, 200)
 

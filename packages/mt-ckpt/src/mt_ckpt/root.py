@@ -11,7 +11,7 @@ from typing import cast
 
 from mt_files import FileError, FolderLock, MissingFileError
 
-from mt_ckpt.disk import Disk, create_file, disk_errors, sync
+from mt_ckpt.disk import Disk, create_file, disk_errors, in_threads, sync
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.lock import claim
 from mt_ckpt.manifest import MANIFEST, check_step, claimed_step, step_name, step_of
@@ -56,7 +56,15 @@ def committed_steps(root: Path) -> dict[int, Path]:
     with disk_errors("list", root):
         names = disk.names(root)
     found = {step: root / name for name in names if (step := step_of(root / name)) is not None}
-    return {step: path for step, path in sorted(found.items()) if disk.exists(path / MANIFEST)}
+    steps = dict(sorted(found.items()))
+    if disk.has_folders:
+        return {step: path for step, path in steps.items() if disk.exists(path / MANIFEST)}
+    # Each question to a store takes long, and there may be many steps.
+    manifests = [path / MANIFEST for path in steps.values()]
+    there = in_threads(disk.exists, manifests, threads=2 * disk.threads)
+    return {
+        step: path for (step, path), is_there in zip(steps.items(), there, strict=True) if is_there
+    }
 
 
 def named_checkpoint(root: Path) -> Path | None:
