@@ -87,8 +87,8 @@ def test_masking_out_of_range_is_refused(override: str, text: str) -> None:
         (
             BERT,
             ["data.packing=documents"],
-            "data.packing: is a key of data.kind text and spans and chat and pairs and image-text, and "
-            "this run's is masked; leave it out, or set data.kind: text",
+            "data.packing: is a key of data.kind text and spans and chat and pairs and image-text, "
+            "and this run's is masked; leave it out, or set data.kind: text",
         ),
         (
             TINY,
