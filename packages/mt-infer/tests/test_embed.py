@@ -58,7 +58,7 @@ def test_a_vector_is_the_mean_of_the_last_features(model_folder, data, tmp_path)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_any_number_of_ranks_and_kills_leave_the_same_bits(model_folder, data, tmp_path) -> None:
+def test_any_number_of_ranks_leaves_the_same_bits(model_folder, data, tmp_path) -> None:
     how = ["--data", data, "--chunk", CHUNK]
     assert embed(model_folder, *how, "--out", tmp_path / "one") == 0
     assert embed(model_folder, *how, "--out", tmp_path / "three", "--nproc", 3) == 0

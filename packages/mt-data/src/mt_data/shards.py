@@ -121,17 +121,17 @@ class ShardPlan:
 
 
 def shard_prefix(folder: Path, shard: int) -> Path:
-    """Return the prefix of a shard's tokens; that of its held-out documents ends with more."""
+    """Return the prefix of a shard's tokens; the prefix of its held-out documents is longer."""
     return folder / f"shard-{shard + 1:05d}"
 
 
 def is_built(folder: Path, shard: int) -> bool:
-    """Return whether a shard is there; its index is the last file that is written."""
+    """Return whether a shard is built; its index is written last."""
     return Path(f"{shard_prefix(folder, shard)}.idx").exists()
 
 
 def build_shards(plan: ShardPlan, folder: Path, tokenizer: Tokenizer) -> None:
-    """Build the shards that are missing, in their order.
+    """Build the missing shards, in their order.
 
     One process at a time builds in a folder; another one waits for it, and goes on.
 
@@ -178,7 +178,7 @@ class Shards:
 
     @property
     def num_built(self) -> int:
-        """Number of shards that are there."""
+        """Number of shards that are built."""
         return sum(is_built(self.folder, shard) for shard in range(self.plan.count))
 
     @property

@@ -143,7 +143,7 @@ class ObjectStore:
             path: Path of the object.
             content: Its content, which no other writer writes; put a random id into it. If an
                 answer is lost, the next try fails against the own object, and its content tells so.
-            version: The version that is replaced; None creates the object.
+            version: The version to replace; None creates the object.
 
         Returns:
             The new version; None if the object has another version, or, to be created, exists.

@@ -18,7 +18,7 @@ _REASON = 200
 class ImageLimits:
     """What an image may have, checked before memory is taken.
 
-    Of an animation the first frame is decoded, and no other is looked for.
+    Only the first frame of an animation is decoded.
 
     Attributes:
         pixels: Largest number of pixels, before resizing and after it.

@@ -25,8 +25,8 @@ def expanded(found: Rendered, image_token: int, count: int) -> Rendered:
 def fitted(found: Rendered, image_token: int, count: int, size: int | None) -> Rendered:
     """Return a conversation cut to a row, with whole images, and without images at its end.
 
-    The last token of a conversation is no input, so an image at the end would lose its own. It also
-    tells of nothing that is learnt.
+    The last token of a conversation is no input, so an image at the end would lose one of its
+    tokens. No label follows such an image either.
 
     Args:
         found: The conversation, expanded.

@@ -96,7 +96,7 @@ def _reference(part: Mapping[str, Any], number: int) -> str | None:
 
 
 def _reads_texts(template: ChatTemplate) -> bool:
-    """Tell whether a template writes a content that is a text, and not only parts."""
+    """Return whether a template writes text contents, and not only lists of parts."""
     try:
         written = template.write([{"role": "user", "content": _PROBE}])
     except ChatError:

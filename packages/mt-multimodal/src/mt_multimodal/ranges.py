@@ -95,7 +95,7 @@ class Stream:
         ranges: The bytes.
 
     Attributes:
-        at: Number of bytes that have been taken.
+        at: Number of bytes taken so far.
     """
 
     def __init__(self, ranges: Ranges) -> None:
@@ -103,7 +103,7 @@ class Stream:
         self._block, self._begin = b"", 0
 
     def take(self, count: int) -> bytes:
-        """Return the next `count` bytes, of which there are so many; at most a block."""
+        """Return the next `count` bytes, at most a block; the caller knows that they exist."""
         begin = self.at - self._begin
         if begin + count > len(self._block):
             size = min(max(BLOCK, count), self.ranges.size - self.at)

@@ -109,7 +109,7 @@ class ImageTextDataset(RenderedRows):
         seed: Seed of the order.
 
     Attributes:
-        report: What the files hold, and what was left out.
+        report: Numbers of conversations and tokens, and of those that were left out.
         num_images: Number of images in the conversations.
 
     Raises:
@@ -230,7 +230,7 @@ class ImageTextDataset(RenderedRows):
     def _rendered(
         self, reader: ChatReader, template: ChatTemplate, too_long: TooLong
     ) -> Iterator[Rendered]:
-        """Render all conversations, and note the images of those that are kept."""
+        """Render all conversations, and note the images of the kept ones."""
         for which, source in enumerate(self._sources):
             for sample in source.samples():
                 found, images = self._one(reader, template, source, sample)

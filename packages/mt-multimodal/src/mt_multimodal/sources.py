@@ -44,7 +44,7 @@ class ImageSource(ABC):
     """Samples of one file, and its images by number.
 
     Attributes:
-        fingerprint: Digest of the samples that were read; of images in a tar, of their content too.
+        fingerprint: Digest of the samples read so far; for a tar, of the images' content too.
     """
 
     fingerprint: str = ""

@@ -130,7 +130,7 @@ class _Header:
             raise self.error(f"a member of {size} bytes goes beyond the end of the tar")
 
     def check_file(self, name: str) -> None:
-        """Refuse what is no regular file with a name."""
+        """Raise an error unless the member is a regular file with a name."""
         if self.kind not in _FILES:
             what = _REFUSED.get(self.kind, f"of the unknown kind {self.kind!r}")
             raise self.error(f"{name!r} is {what}; only regular files are read")

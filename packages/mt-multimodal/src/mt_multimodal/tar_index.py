@@ -67,8 +67,8 @@ class TarIndex:
         num_samples: Number of samples.
 
     Raises:
-        DataFileError: It is no tar, it ends early, or it has a member that is no regular file, that
-            another one is called too, or that goes beyond its end.
+        DataFileError: It is no tar, it ends early, or a member is no regular file, goes beyond the
+            end, or has the name of another member.
         FileError: It can't be read.
     """
 
@@ -102,7 +102,7 @@ class TarIndex:
         """Return the content of a member.
 
         Raises:
-            DataFileError: It is not the content that was indexed, or can't be read.
+            DataFileError: The content has changed since it was indexed, or can't be read.
         """
         columns = self._columns
         found = self._ranges.read(int(columns.begins[member]), int(columns.sizes[member]))

@@ -66,7 +66,7 @@ class UnsteadyStore(ThreadingHTTPServer):
         self.fault = lambda *_: draw.choice(FAULTS) if draw.random() < share else None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Pass over clients that are gone, such as killed ones."""
+        """Ignore clients that have gone away, such as killed ones."""
 
 
 class _Handler(BaseHTTPRequestHandler):

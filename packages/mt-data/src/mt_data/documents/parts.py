@@ -78,7 +78,7 @@ class Part:
 def cut(
     files: Sequence[SourceFile], part: Part, divisible: Callable[[SourceFile], bool]
 ) -> list[SourceFile]:
-    """Return what of the files belongs to a part; the parts in their order hold every byte once.
+    """Return the files, or ranges of them, of a part; the parts in order hold every byte once.
 
     A share is a range of the bytes of all files, one behind the other, or several. A divisible file
     is cut at the ends of a range; any other belongs to the part in whose range it begins.

@@ -39,7 +39,7 @@ class SourceFile:
         stored: The object in a store.
         name: Name of the file in documents and messages.
         within: The folder in which it was found, which links must not leave.
-        begin: Of a file of lines that is read in parts, the byte where the part begins.
+        begin: Byte where the part begins, for a file of lines that is read in parts.
         end: The byte where it ends: the part has the lines that begin in [begin, end). None means
             the whole file.
         is_numbered: Whether lines have their numbers in the file, for which all before `begin` is

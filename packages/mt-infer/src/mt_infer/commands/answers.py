@@ -108,7 +108,7 @@ class AnswerFile:
                     following += 1
 
     def complete(self, complete: Callable[[list[int]], Completion]) -> None:
-        """Write the answers to the questions that have none, one after the other.
+        """Write the missing answers, one after the other.
 
         Args:
             complete: Function that continues the tokens of a prompt.

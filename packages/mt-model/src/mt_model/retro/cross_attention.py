@@ -79,7 +79,7 @@ class ChunkedCrossAttention(CrossAttention):
         return nn.functional.pad(found, (0, 0, size - 1, 0))
 
     def _by_chunks(self, x: Tensor, shared: ForwardContext, *, front: int, chunks: int) -> Tensor:
-        """Attend with the tokens behind `front` places of the first of so many chunks."""
+        """Attend by chunks; the tokens begin `front` places into the first of `chunks` chunks."""
         (rows, length, hidden), size = x.shape, self.chunk
         moved = nn.functional.pad(x, (0, 0, front, chunks * size - front - length))
         found = super().forward(moved.reshape(rows * chunks, size, hidden), shared)

@@ -149,7 +149,7 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
 
 @contextmanager
 def building(loaded: LoadedConfig, corpus: Corpus) -> Iterator[None]:
-    """Build the shards of a corpus that are missing beside the block, on one rank of a node."""
+    """Build a corpus's missing shards beside the block, on one rank of a node."""
     if corpus.shards is None or corpus.tokenizer is None:
         yield
         return

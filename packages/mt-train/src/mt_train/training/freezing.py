@@ -25,7 +25,7 @@ def freeze(modules: Iterable[nn.Module], patterns: Iterable[str]) -> None:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Tell whether a glob names a parameter, or a part of the model that has it."""
+    """Return whether a glob names a parameter, or a part of the model around it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
