@@ -148,10 +148,14 @@ class Ranks:
 
     def _exchange(self, text: bytes) -> bytes:
         """Send the first rank's text to all."""
-        size, _ = self._meet(len(text))
-        body = torch.frombuffer(bytearray(text or bytes(size)), dtype=torch.uint8)
-        body = body.to(self._device)
-        dist.broadcast(body, group=self._group, group_src=0)
+        try:
+            size, _ = self._meet(len(text))
+            body = torch.frombuffer(bytearray(text or bytes(size)), dtype=torch.uint8)
+            body = body.to(self._device)
+            dist.broadcast(body, group=self._group, group_src=0)
+        except RuntimeError:  # a rank may have ended without a word
+            self.has_failed = True
+            raise
         return body.cpu().numpy().tobytes()
 
     def _meet(self, size: int = 0, *, is_problem: bool = False) -> tuple[int, bool]:

@@ -111,8 +111,9 @@ class LoadedConfig:
         return model
 
     def _check_images(self, model: ModelConfig, field: str) -> None:
-        has_images = any(each.name == "pixel_values" for each in self.config.data.fields())
-        if model.images is not None and not has_images:
+        if model.images is None:
+            return
+        if not any(each.name == "pixel_values" for each in self.config.data.fields()):
             text = "the model takes images, and the data has none; use data.kind: image-text, or a "
             raise self.error(field, text + "model of text alone")
 
