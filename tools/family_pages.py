@@ -295,7 +295,10 @@ def _commands(family: Family, given: Mapping[str, Any], config: StackConfig) -> 
     option = " data.spans={}" if getattr(config, "encoder_layers", 0) else ""
     if not option and not all(getattr(mixer, "causal", True) for mixer in config.mixers.values()):
         option = " data.objective=mlm"
-    refused = _training_obstacle(given, option.split())
+    takes_images = getattr(config, "images", None) is not None
+    if takes_images:  # which folders and tokenizers do, test_image_runs shows
+        option = " data.kind=image-text"
+    refused = None if takes_images else _training_obstacle(given, option.split())
     if refused is None:
         command = f"mt-train run file.yaml model.from=FOLDER{option}"
         lines.append((command, "on any of these layouts"))
