@@ -47,7 +47,6 @@ def strategy_options(strategy, dp):
 
 # Each strategy and each kind of layout; a campaign has the cross.
 IN_CI = {
-    ("full", "dp2"),
     ("optimizer_gradients", "dp4-replicas2"),
     ("full", "tp2-dp2"),
     ("optimizer", "dp2-cp2"),
@@ -83,11 +82,11 @@ def test_every_strategy_trains_like_one_process(
 
 # The strategy and layout that save, and those that go on from there.
 RESUMED = [
-    ("optimizer", "dp4", "optimizer", LAYOUTS["tp2-dp2"]),
     ("full", "pp2-dp2", "optimizer_gradients", LAYOUTS["dp4-replicas2"]),
     *(
         pytest.param(*row, marks=pytest.mark.campaign)
         for row in [
+            ("optimizer", "dp4", "optimizer", LAYOUTS["tp2-dp2"]),
             ("optimizer", "dp4", "none", (1, 1, [])),
             ("none", "dp2", "optimizer", LAYOUTS["pp2-dp2"]),
             ("optimizer", "dp2", "full", LAYOUTS["tp2-dp2"]),

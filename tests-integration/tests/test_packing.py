@@ -51,7 +51,9 @@ FOR_CAMPAIGN = (
     "pp4",
     "cp4-ring",
     "cp4-ulysses",
+    "cp4-hierarchical",
     "recompute",
+    "selective",
     "tp2-cp2-pp2",
     "tp2-pp2-dp2",
     "tp2-sp",
@@ -212,7 +214,8 @@ def by_micro_batch(train, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("tp2-sp", marks=pytest.mark.campaign), "pp2", "dp2", "cp2"]
+    "name",
+    [*(pytest.param(n, marks=pytest.mark.campaign) for n in ("tp2-sp", "dp2")), "pp2", "cp2"],
 )
 def test_the_mean_over_micro_batches_is_the_same_on_every_layout(
     name, train, by_micro_batch, tmp_path, losses, arrays

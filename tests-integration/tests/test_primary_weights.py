@@ -45,7 +45,6 @@ RECIPES = ("tensorwise", "delayed", "blockwise")
 IN_CI = {
     ("tensorwise", "tp2-sp-optimizer"),
     ("delayed", "full"),
-    ("blockwise", "optimizer_gradients"),
 }
 GRID = [
     pytest.param(recipe, layout, marks=() if (recipe, layout) in IN_CI else pytest.mark.campaign)

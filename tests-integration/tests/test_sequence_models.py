@@ -38,7 +38,7 @@ def of_the_run(options: list[str]) -> list[str]:
     return [text for text in options if text.startswith(("data.", "optimizer."))]
 
 
-IN_CI = ("tp2-sp-packed", "tp2-pp2-sp", "full", "muon-tp2")
+IN_CI = ("tp2-sp-packed", "tp2-pp2-sp")
 
 
 @pytest.fixture(scope="module")

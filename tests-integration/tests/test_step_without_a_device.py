@@ -134,9 +134,7 @@ def test_a_step_on_one_device_waits_once():
     "case",
     [
         Case(axes={"tp": 2, "pp": 2}, sequence_parallel=True),
-        Case(axes={"pp": 4}, layers=4, schedule="dualpipe", batch=8),
         Case(axes={"cp": 2}, batch=2),
-        Case(axes={"dp": 2, "pp": 2}, layers=4, schedule="interleaved", chunks=2),
         Case(axes={"dp": 3}, batch=3, strategy="optimizer"),
         Case(axes={"dp": 2}, strategy="full"),
     ],
