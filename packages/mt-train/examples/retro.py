@@ -30,11 +30,12 @@ def write(trained: int) -> None:
     FOLDER.mkdir(exist_ok=True)
     tokenizer, draw = train_tokenizer(["key"], vocab_size=257), np.random.default_rng(0)  # bytes
     tokenizer.save(FOLDER / "tokenizer.json")
-    numbers = draw.choice(len(KEYS) ** SIZE, trained + HELD_OUT, replace=False)
+    held_out = min(HELD_OUT, trained // 10)
+    numbers = draw.choice(len(KEYS) ** SIZE, trained + held_out, replace=False)
     digits = numbers[:, None] // len(KEYS) ** np.arange(SIZE) % len(KEYS)
     keys, old = ids_of(KEYS, tokenizer)[digits], drawn_values(draw, len(numbers), tokenizer)
     facts = np.concatenate((keys, old), 1)
-    new = np.concatenate((keys[trained:], drawn_values(draw, HELD_OUT, tokenizer)), 1)
+    new = np.concatenate((keys[trained:], drawn_values(draw, held_out, tokenizer)), 1)
     parts = {"train": facts[:trained], "held-out": facts[trained:], "library": facts, "new": new}
     for name, documents in parts.items():
         with IndexedWriter(FOLDER / name, np.uint16) as writer:
@@ -98,7 +99,7 @@ def right_answers(answers: Path) -> str:
         sum(value == text for (_, value), text in zip(facts_of(name), given, strict=True))
         for name in ("held-out", "new")
     ]
-    old, new = (f"{100 * share / HELD_OUT:.1f}%" for share in shares)
+    old, new = (f"{100 * share / len(given):.1f}%" for share in shares)
     return f"{old} of the answers are those of facts/db, {new} those of facts/new-db"
 
 
