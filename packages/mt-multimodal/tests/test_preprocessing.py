@@ -10,7 +10,8 @@ import pytest
 from mt_data import DataError, DataFileError
 from mt_files import SchemaError
 from mt_multimodal import ImageLimits, ImagePreprocessing, decode_image, read_image_preprocessing
-from PIL import Image
+from mt_multimodal.containers import without_metadata
+from PIL import Image, PngImagePlugin
 
 CLIP = {
     "size": {"shortest_edge": 20},
@@ -64,11 +65,21 @@ def test_images_of_every_mode_become_rgb(made):
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-def test_exif_turns_an_image(made, turn):
+@pytest.mark.parametrize("metadata", ["exif", "xmp"])
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
+def test_metadata_turns_an_image(made, turn, metadata, format):
     image, exif = made.picture(5), Image.Exif()
-    exif[0x0112] = turn
-    found = np.asarray(decode_image(saved(image, "PNG", exif=exif), "x"))
-    given = np.asarray(image)
+    exif[0x010F], exif[0x0112] = "a maker" * 20, turn
+    if metadata == "xmp":
+        exif = {0: f'<x tiff:Orientation="{turn}"/>'.encode()}
+    how = {metadata: exif} if metadata == "exif" else {"xmp": exif[0]}
+    if format == "PNG" and metadata == "xmp":
+        how = {"pnginfo": PngImagePlugin.PngInfo()}
+        how["pnginfo"].add_itxt("XML:com.adobe.xmp", exif[0].decode())
+    how |= {"lossless": True} if format == "WEBP" else {}
+    content = saved(image, format, **how)
+    found = np.asarray(decode_image(content, "x"))
+    given = np.asarray(Image.open(io.BytesIO(content)))
     # The standard's table: which side of the picture is the first row, and which the first column.
     wanted = {
         1: given,
@@ -83,13 +94,60 @@ def test_exif_turns_an_image(made, turn):
     assert (found == wanted).all()
 
 
+def chunk(kind, content):
+    """A part of a PNG."""
+    check = zlib.crc32(kind + content)
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
+
+
+def claiming(entries):
+    """A table of EXIF of 64 KB, of which each entry claims most."""
+    found = b"Exif\0\0II*\0" + struct.pack("<IH", 8, entries)
+    for tag in range(1, entries + 1):
+        found += struct.pack("<HHII", tag, 7, 64_000 - 12 * entries, 12 * entries + 12)
+    return found.ljust(64_000, b"\0")
+
+
+def test_metadata_never_reaches_a_decoder(made):
+    """Of a whole image: tables that claim gigabytes, and hundreds of thousands of comments."""
+    image, exif = made.picture(1, size=(9, 9)), claiming(4000)
+    png, jpeg = saved(image, "PNG"), saved(image, "JPEG")
+    gif = saved(image.convert("P"), "GIF")
+    palette = 13 + (6 << (gif[10] & 7))
+    for content, plain in (
+        (png[:33] + chunk(b"eXIf", exif[6:]) + png[33:], png),
+        (png[:33] + chunk(b"tEXt", b"a\0b") * 1000 + png[33:], png),
+        (jpeg[:2] + (b"\xff\xe1\xfa\x02" + exif) * 20 + jpeg[2:], jpeg),
+        (jpeg[:2] + b"\xff\xfe\0\2" * 1000 + jpeg[2:], jpeg),
+        (gif[:palette] + b"!\xfe" + b"\1a" * 1000 + b"\0" + gif[palette:], gif),
+    ):
+        kept, _ = without_metadata(content, "x", 1 << 20)
+        assert kept == plain
+        assert decode_image(content, "x").tobytes() == decode_image(plain, "x").tobytes()
+
+
+def test_parts_that_would_take_a_decoder_long_are_refused(made):
+    image = made.picture(1, size=(9, 9))
+    png, jpeg = saved(image, "PNG"), saved(image, "JPEG", progressive=True)
+    gif, bmp = saved(image.convert("P"), "GIF"), bytearray(saved(image, "BMP"))
+    palette, scan = 13 + (6 << (gif[10] & 7)), b"\xff\xda\x00\x08\x01\x01\x00\x01\x3f\x00"
+    bmp[30] = 1
+    canvas = b"RIFF\x1e\0\0\0WEBPVP8X\x0a\0\0\0\2\0\0\0" + b"\xff" * 6
+    for content, word in (
+        (png[:33] + chunk(b"tEXt", b"") * 70_000 + png[33:], "chunks"),
+        (jpeg[:2] + b"\xff\xfe\0\2" * 70_000 + jpeg[2:], "segments"),
+        (jpeg[:-2] + scan * 40_000 + jpeg[-2:], "40010 scans"),
+        (gif[:palette] + b"!\xfe\0" * 9 + b"!\xfe" + b"\1a" * 70_000, "blocks"),
+        (gif[:palette] + b"x" * 100 + gif[palette:], "else than blocks"),
+        (bytes(bmp), "run lengths"),
+        (canvas, "16777216 x 16777216"),
+    ):
+        with pytest.raises(DataFileError, match=f"my.file: .*{word}"):
+            decode_image(content, "my.file")
+
+
 def bomb(width, height):
     """A PNG that says it is huge, of a few bytes."""
-
-    def chunk(kind, content):
-        check = zlib.crc32(kind + content)
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", check)
-
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(bytes(1 << 20)))
     return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")

@@ -5,6 +5,8 @@ import os
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from mt_data import DataError, DataFileError, Rows
 from mt_multimodal import ImagePreprocessing, ImageTextDataset, open_images
@@ -127,6 +129,67 @@ def test_json_lines_name_the_files_of_their_images(tmp_path, template, form, mad
         pixels = [form.preprocessing.pixels(made.picture(seed)) for seed in wanted[talk]]
         assert got.shape[0] == len(pixels)
         assert all((a == b).all() for a, b in zip(got, pixels, strict=True))
+
+
+def test_parquet_rows_have_images_or_their_paths(tmp_path, template, form, made):
+    contents = [made.png(seed) for seed in range(5)]
+    (tmp_path / "4.png").write_bytes(contents[4])
+    turns = [json.loads(made.talk(images))["conversations"] for images in (1, 2, 0, 1, 1)]
+    cells = [[n] for n in (0,)] + [[1, 2], [], [3], [4]]
+    as_bytes = [{"bytes": contents[n], "path": "gone.png"} for n in range(4)]
+    as_bytes.append({"bytes": None, "path": "4.png"})
+    tables = {
+        "lists": pa.table({
+            "conversations": turns, "images": [[as_bytes[n] for n in row] for row in cells]
+        }),
+        "bytes": pa.table({"conversations": turns, "image": [
+            [contents[n] for n in row] or None for row in cells
+        ]}),
+        "one": pa.table({"conversations": turns[:1] * 5, "image": contents}),
+        "path": pa.table({"conversations": turns[:1] * 2, "image": ["4.png"] * 2}),
+    }  # fmt: skip
+    for name, table in tables.items():
+        path = tmp_path / f"{name}.parquet"
+        pq.write_table(table, path, row_group_size=2)
+        data = ImageTextDataset(path, template, form, sequence_length=40, packing="none")
+        wanted = {"one": [[n] for n in range(5)], "path": [[4]] * 2}.get(name, cells)
+        assert len(data) == len(wanted)
+        for index in range(len(data)):
+            (talk,) = data.conversations(index)
+            got = data.row(index)["pixel_values"]
+            pixels = [form.preprocessing.pixels(made.picture(seed)) for seed in wanted[talk]]
+            assert len(got) == len(pixels)
+            assert all((a == b).all() for a, b in zip(got, pixels, strict=True))
+    again = ImageTextDataset(path, template, form, sequence_length=40, packing="none")
+    assert again.fingerprint == data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("cell", "word"),
+    [([None], "the image None"), ([b"no image"], "row.*:1: image 1"), ([], "0 images")],
+)
+def test_parquet_rows_with_other_images_are_named(tmp_path, template, form, made, cell, word):
+    turns = json.loads(made.talk(1))["conversations"]
+    table = pa.table({"conversations": [turns], "images": pa.array([cell], pa.list_(pa.binary()))})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DataFileError, match=word):
+        ImageTextDataset(tmp_path / "rows.parquet", template, form, sequence_length=16).row(0)[
+            "pixel_values"
+        ]
+
+
+def test_a_parquet_file_that_changes_or_is_damaged_is_named(tmp_path, template, form, made):
+    path, turns = tmp_path / "rows.parquet", json.loads(made.talk(1))["conversations"]
+    pq.write_table(pa.table({"conversations": [turns] * 3, "image": [made.png(0)] * 3}), path)
+    whole = path.read_bytes()
+    data = ImageTextDataset(path, template, form, sequence_length=16)
+    place = whole.index(b"IDAT") + 8
+    path.write_bytes(whole[:place] + b"x" + whole[place + 1 :])
+    with pytest.raises(DataFileError, match=r"rows\.parquet:\d: image 1"):
+        data.row(0)["pixel_values"]
+    path.write_bytes(whole[:-20])
+    with pytest.raises(DataFileError, match=r"rows\.parquet: cannot be read as parquet"):
+        open_images(path)
 
 
 def test_captions_are_what_the_assistant_says(tmp_path, template, form, made):

@@ -62,7 +62,10 @@ def read_bytes(path: str | Path, *, limit: int, within: str | Path | None = None
         if size > limit:
             raise FileError(path, f"has {size} bytes; at most {limit} are read of such a file")
         try:
-            content = file.read(limit + 1)
+            # Not limit + 1 at once: that much memory would be asked for.
+            content = file.read(size + 1)
+            if len(content) > size:  # it grew, or is one of /proc
+                content += file.read(limit + 1 - len(content))
         except OSError as error:
             raise system_error(path, "read it", error) from error
     if len(content) > limit:

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from mt_multimodal.decoding import decode_image as decode_image
     from mt_multimodal.messages import image_parts as image_parts
     from mt_multimodal.messages import with_parts as with_parts
+    from mt_multimodal.opening import open_images as open_images
     from mt_multimodal.preprocessing import ImagePreprocessing as ImagePreprocessing
     from mt_multimodal.preprocessing import read_image_preprocessing as read_image_preprocessing
     from mt_multimodal.rows import ImageForm as ImageForm
     from mt_multimodal.rows import ImageTextDataset as ImageTextDataset
     from mt_multimodal.rows import image_text_fields as image_text_fields
     from mt_multimodal.sources import ImageSample as ImageSample
-    from mt_multimodal.sources import open_images as open_images
     from mt_multimodal.tar_index import TarIndex as TarIndex
 else:
     # Resolved at first use, so that an import stays light.

@@ -10,6 +10,8 @@ import numpy as np
 from mt_data import DataFileError
 from mt_files import Checks, require
 
+from mt_multimodal.containers import exif_orientation, without_metadata, xmp_orientation
+
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 _REASON = 200
 
@@ -35,9 +37,10 @@ class ImageLimits:
 
 
 def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) -> Any:
-    """Return an image of pillow in RGB, turned as its EXIF says.
+    """Return an image of pillow in RGB, turned as its EXIF or XMP says.
 
-    Alpha is left out, palettes are looked up, and 16 bits of grey become 8.
+    Alpha is left out, palettes are looked up, and 16 bits of grey become 8. Metadata is taken off
+    before pillow sees the file.
 
     Args:
         content: The file: PNG, JPEG, WEBP, BMP or GIF.
@@ -52,12 +55,17 @@ def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) 
     limits = limits or ImageLimits()
     if len(content) > limits.bytes:
         raise DataFileError(where, f"has {len(content)} bytes; at most {limits.bytes} are decoded")
+    content, turn = without_metadata(content, where, limits.pixels)
     try:
         image = library.open(io.BytesIO(content), formats=FORMATS)
         width, height = image.size
         if width * height <= limits.pixels:
             image.load()
-            return to_rgb(image)
+            if image.format == "WEBP":
+                turn = exif_orientation(image.info.get("exif", b""))
+                turn = xmp_orientation(image.info.get("xmp", b"")) if turn == 1 else turn
+            steps = library.Transpose
+            return _in_rgb(image if turn == 1 else image.transpose(_turn(steps)[turn - 2]))
     except library.UnidentifiedImageError:
         raise DataFileError(where, f"is no image; use one of {', '.join(FORMATS)}") from None
     except Exception as error:  # noqa: BLE001 - a decoder may raise anything
@@ -71,8 +79,23 @@ def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) 
 
 def to_rgb(image: Any) -> Any:
     """Return an image of pillow in RGB, turned as its EXIF says."""
-    turn = require("PIL.ImageOps", "decoding an image").exif_transpose
-    image = turn(image)
+    return _in_rgb(require("PIL.ImageOps", "decoding an image").exif_transpose(image))
+
+
+def _turn(step: Any) -> tuple[Any, ...]:
+    """Return what undoes each orientation from 2 on."""
+    return (
+        step.FLIP_LEFT_RIGHT,
+        step.ROTATE_180,
+        step.FLIP_TOP_BOTTOM,
+        step.TRANSPOSE,
+        step.ROTATE_270,
+        step.TRANSVERSE,
+        step.ROTATE_90,
+    )
+
+
+def _in_rgb(image: Any) -> Any:
     if image.mode.startswith("I"):
         library = require("PIL.Image", "decoding an image")
         values = np.asarray(image)

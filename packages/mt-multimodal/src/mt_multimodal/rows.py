@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from mt_multimodal.decoding import ImageLimits
 from mt_multimodal.expansion import expanded, fitted
 from mt_multimodal.messages import with_parts
+from mt_multimodal.opening import open_images
 from mt_multimodal.preprocessing import ImagePreprocessing
-from mt_multimodal.sources import ImageSample, ImageSource, open_images
+from mt_multimodal.sources import ImageSample, ImageSource
 
 Source: TypeAlias = str | os.PathLike[str] | ImageSource
 
@@ -248,7 +249,8 @@ class ImageTextDataset(RenderedRows):
                 self._image_number += images[:count]
                 yield kept
         if not reader.report.conversations:
-            text = f"there is nothing to learn: {reader.report.too_long} conversations are too "
+            names = ", ".join(source.path for source in self._sources)
+            text = f"{names}: has nothing to learn; {reader.report.too_long} conversations are too "
             text += f"long, and {reader.report.unlabelled} have no answer to learn"
             raise DataError(text)
 

@@ -1,4 +1,4 @@
-"""Samples of texts with images: tars, and JSON lines with paths of images."""
+"""Samples of texts with images: tars, and records with paths of images."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ class ImageSource(ABC):
     """Samples of one file, and its images by number.
 
     Attributes:
+        path: The file, or its URL.
         fingerprint: Digest of the samples read so far; for a tar, of the images' content too.
     """
 
+    path: str = ""
     fingerprint: str = ""
 
     @abstractmethod
@@ -90,7 +92,7 @@ class TarImages(ImageSource):
     """
 
     def __init__(self, path: str | os.PathLike[str], folder: Path | None = None) -> None:
-        self.tar = TarIndex(path, folder)
+        self.path, self.tar = os.fspath(path), TarIndex(path, folder)
         self.fingerprint = self.tar.fingerprint
 
     def samples(self) -> Iterator[ImageSample]:
@@ -118,12 +120,12 @@ class TarImages(ImageSource):
 
     def _of_json(self, where: str, content: bytes, images: tuple[int, ...]) -> ImageSample:
         named = _named_images(where, content)
-        sample = _sample(where, content, images)
+        sample = sample_of(where, content, images)
         lasts = {PurePosixPath(self.tar.name(each)).name for each in images}
         known = all(PurePosixPath(each).name in lasts for each in named)
         if named and (known or len(named) != len(images)):
             found = tuple(self.named(each, sample) for each in named)
-            return _sample(where, content, found)
+            return sample_of(where, content, found)
         return sample
 
     def named(self, name: str, sample: ImageSample) -> int:
@@ -162,19 +164,19 @@ class FileImages(ImageSource):
     def __init__(
         self, path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None
     ) -> None:
-        self._path = path
-        own = os.fspath(path)
-        self._folder = os.fspath(folder) if folder is not None else own.rpartition("/")[0] or "."
+        self.path = os.fspath(path)
+        own = self.path.rpartition("/")[0] or "."
+        self._folder = own if folder is None else os.fspath(folder)
         self._names: list[str] = []
 
     def samples(self) -> Iterator[ImageSample]:
         """Yield the samples in order."""
         digest = hashlib.sha256()
-        for where, line in read_lines(self._path):
+        for where, line in read_lines(self.path):
             digest.update(line + b"\n")
             first = len(self._names)
             self._names += _named_images(where, line)
-            yield _sample(where, line, tuple(range(first, len(self._names))))
+            yield sample_of(where, line, tuple(range(first, len(self._names))))
         self.fingerprint = digest.hexdigest()
 
     def named(self, name: str, sample: ImageSample) -> int:
@@ -201,28 +203,6 @@ class FileImages(ImageSource):
             raise DataFileError(path, error.problem) from None
 
 
-def open_images(
-    path: str | os.PathLike[str],
-    *,
-    images: str | os.PathLike[str] | None = None,
-    indexes: Path | None = None,
-) -> ImageSource:
-    """Open samples by the ending of their file.
-
-    Args:
-        path: A tar; or JSON lines, JSON, parquet or Arrow. A path or a URL.
-        images: Folder of the images that records name.
-        indexes: Folder of the indexes of tars.
-
-    Raises:
-        DataFileError: The tar is damaged.
-        FileError: The file can't be read.
-    """
-    if os.fspath(path).endswith(".tar"):
-        return TarImages(path, indexes)
-    return FileImages(path, images)
-
-
 def _captioned(where: str, content: bytes, images: tuple[int, ...]) -> ImageSample:
     try:
         text = content.decode()
@@ -236,7 +216,17 @@ def _captioned(where: str, content: bytes, images: tuple[int, ...]) -> ImageSamp
     return ImageSample(where=where, messages=messages, images=images)
 
 
-def _sample(where: str, line: bytes, images: tuple[int, ...]) -> ImageSample:
+def sample_of(where: str, line: bytes, images: tuple[int, ...]) -> ImageSample:
+    """Return the sample of a record.
+
+    Args:
+        where: Its place, for messages.
+        line: The record as JSON.
+        images: Numbers of its images.
+
+    Raises:
+        DataFileError: It is no conversation.
+    """
     talk = parse_conversation(where, line)
     messages = talk.messages or [
         {"role": "user", "content": talk.prompt},
