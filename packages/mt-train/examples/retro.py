@@ -64,7 +64,7 @@ def drawn_values(draw: np.random.Generator, count: int, tokenizer: Tokenizer) ->
 def facts_of(name: str) -> list[tuple[str, str]]:
     """Return the keys and values of a set of documents as texts."""
     dataset, tokenizer = IndexedDataset(FOLDER / name), load_tokenizer(FOLDER / "tokenizer.json")
-    texts = [tokenizer.decode(dataset.document(i).tolist()) for i in range(HELD_OUT)]
+    texts = [tokenizer.decode(dataset.document(i).tolist()) for i in range(dataset.num_documents)]
     return [(text[:SIZE], text[SIZE:]) for text in texts]
 
 
@@ -74,9 +74,10 @@ def losses(run: Path) -> dict[str, float]:
     from mt_infer import load_run
     from mt_parallel_state import ParallelLayout, ParallelState
 
-    dataset, near = IndexedDataset(FOLDER / "held-out"), FOLDER / "near-held-out"
-    read = np.concatenate([Neighbours(near).tokens(i)[None, :1] for i in range(HELD_OUT)])
-    tokens = torch.tensor(np.stack([dataset.document(i) for i in range(HELD_OUT)]).astype(np.int64))
+    dataset, near = IndexedDataset(FOLDER / "held-out"), Neighbours(FOLDER / "near-held-out")
+    numbers = range(dataset.num_documents)
+    read = np.concatenate([near.tokens(i)[None, :1] for i in numbers])
+    tokens = torch.tensor(np.stack([dataset.document(i) for i in numbers]).astype(np.int64))
     text, found = tokens[:, :-1], torch.from_numpy(read)
     model = load_run(run, ParallelState(ParallelLayout())).model
     cases = {"their neighbours": found, "other keys' neighbours": found.roll(1, 0)}
