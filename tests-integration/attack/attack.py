@@ -67,6 +67,7 @@ def rows() -> list[Row]:
     import conversations
     import drawn
     import folders
+    import foreign
     import interfaces
     import kills
     import models
@@ -84,6 +85,7 @@ def rows() -> list[Row]:
         conversations,
         drawn,
         folders,
+        foreign,
         models,
         serving,
         surroundings,

@@ -229,10 +229,15 @@ def test_a_constructor_checks_types_and_names_the_field() -> None:
     assert (again.errors, str(again)) == (error.value.errors, str(error.value))
 
 
+DEEP: object = "x"
+for _ in range(60):  # of few bytes, but 2**60 texts
+    DEEP = {"a": DEEP, "b": DEEP}
+
+
 @pytest.mark.parametrize(
     "value",
-    ["a" * 10**6, list(range(10**6)), 10**10**5, {"a": 1}, b"x" * 999],
-    ids=["text", "list", "integer", "mapping", "bytes"],
+    ["a" * 10**6, list(range(10**6)), 10**10**5, [10**10**5], {"a": DEEP}, b"x" * 999],
+    ids=["text", "list", "integer", "integers", "mapping", "bytes"],
 )
 def test_a_value_is_shown_in_bounded_length(value: object) -> None:
     assert len(shorten(value)) < 150

@@ -189,10 +189,16 @@ def shorten(value: object, length: int = _MAX_SHOWN) -> str:
         return repr(cut) if cut == value else f"{cut!r}... ({len(value)} characters)"
     if isinstance(value, list | tuple | dict | set | frozenset):
         kind = "a mapping" if isinstance(value, dict) else "a list"
-        if len(value) > 8 or not all(isinstance(i, str | int | float) for i in value):
+        parts = (*value, *value.values()) if isinstance(value, dict) else value
+        if len(value) > 8 or not all(map(_is_plain, parts)):
             return f"{kind} of {len(value)}" if value else f"an empty {kind[2:]}"
     text = repr(value)
     return text if len(text) <= length else f"{text[:length]}..."
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is no collection, nor a number of thousands of digits."""
+    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) <= 10**30)
 
 
 def listed(values: Iterable[object]) -> str:

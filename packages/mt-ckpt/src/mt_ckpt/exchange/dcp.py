@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import io
+import math
+import os
+import struct
 import warnings
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from mt_files import open_file, read_bytes
+from mt_files import open_file, read_bytes, shorten
 
 from mt_ckpt.array import ArraySpec
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.exchange.arrays import Report, below, bytes_of, dtype_of, read_array, stored_name
-from mt_ckpt.exchange.foreign import ForeignCheckpoint, ForeignTensor, MappedFiles, StoredBox
+from mt_ckpt.exchange.foreign import (
+    MAX_DIMS,
+    MAX_PIECES,
+    ForeignCheckpoint,
+    ForeignTensor,
+    MappedFiles,
+    StoredBox,
+)
 from mt_ckpt.exchange.inert_pickle import Record, StoredView, read_pickle
 from mt_ckpt.load import ArrayReader
 
 METADATA = ".metadata"
 _MAX_METADATA = 1 << 29
+_LEAST_METADATA = 1 << 20  # is read in any case; more only of what describes more
 _MAX_PICKLE = 1 << 20  # of a tensor's description, or of plain values
 _LOCAL_HEADER = 30
 _MODULE = "torch.distributed.checkpoint."
+_MALFORMED = (
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError, EOFError, RuntimeError),
+    *(struct.error, zipfile.BadZipFile),
+)
 
 
 def export_dcp(arrays: ArrayReader, folder: Path, *, prefix: str, report: Report) -> None:
@@ -73,11 +89,14 @@ def open_dcp(folder: Path) -> ForeignCheckpoint:
             "torch.distributed.checkpoint; name the folder of one step",
             file=str(path),
         )
-    content = read_bytes(path, limit=_MAX_METADATA, within=folder)
+    # Each tensor takes more bytes in its archive than its description here does.
+    data = sum(each.lstat().st_size for each in folder.iterdir() if each != path)
+    limit = min(_LEAST_METADATA + data, _MAX_METADATA)
+    content = read_bytes(path, limit=limit, within=folder)
     files = MappedFiles(folder)
     try:
         return _Metadata(folder, files, read_pickle(content, name=str(path))).checkpoint()
-    except (ValueError, TypeError, LookupError, zipfile.BadZipFile) as error:
+    except _MALFORMED as error:
         raise CheckpointError(
             f"{path}: does not describe tensors as DCP does: {error}; restore it from a copy",
             file=str(path),
@@ -96,7 +115,19 @@ class _Metadata:
         for index, info in found.get("storage_data", dict).items():
             offset = index.state.get("offset") if isinstance(index.state, dict) else None
             places = self._places.setdefault(index.get("fqn", str), {})
-            places[() if offset is None else tuple(offset)] = info
+            places[() if offset is None else _sizes(offset)] = info
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Raise ValueError if parts of files overlap, so that no byte is read twice."""
+        found = sorted(
+            (info.get("relative_path", str), info.get("offset", int), info.get("length", int))
+            for places in self._places.values()
+            for info in places.values()
+        )
+        for (file, start, length), (other, following, _) in pairwise(found):
+            if file == other and start + length > following:
+                raise ValueError(f"parts of {shorten(file)} overlap at {shorten(following)}")
 
     def checkpoint(self) -> ForeignCheckpoint:
         """Return the checkpoint."""
@@ -114,13 +145,15 @@ class _Metadata:
         state = entry.get("properties", Record).state
         dtype = state[0] if isinstance(state, tuple) else None
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name} has no dtype")
-        pieces = []
-        for chunk in entry.get("chunks", list):
+            raise TypeError(f"{shorten(name)} has no dtype")
+        chunks, pieces = entry.get("chunks", list), []
+        if len(chunks) > MAX_PIECES or len(shape) > MAX_DIMS:
+            raise ValueError(f"{shorten(name)} has {len(chunks)} pieces of {len(shape)} dims")
+        for chunk in chunks:
             offsets = _sizes(chunk.get("offsets", tuple))
             place = self._places.get(name, {}).get(offsets)
             if place is None:
-                raise ValueError(f"{name} has no data at {offsets}")
+                raise ValueError(f"{shorten(name)} has no data at {shorten(offsets)}")
             box = _sizes(chunk.get("sizes", tuple))
             pieces.append(self._piece(name, dtype, offsets, box, place))
         return ForeignTensor(dtype=dtype, shape=shape, pieces=pieces)
@@ -134,13 +167,16 @@ class _Metadata:
         place: Record,
     ) -> StoredBox:
         if place.state.get("transform_descriptors"):
-            raise ValueError(f"{name} is compressed; save it without extensions")
+            raise ValueError(f"{shorten(name)} is compressed; save it without extensions")
         file = place.get("relative_path", str)
         at, length = _sizes((place.get("offset", int), place.get("length", int)))
         with open_file(self._folder / file, within=self._folder) as stream:
-            view, start = _stored_view(stream, at, length, f"{self._folder / file}: {name}")
+            if at + length > os.fstat(stream.fileno()).st_size:
+                raise ValueError(f"{shorten(file)} is shorter than {at + length} bytes")
+            view, start = _stored_view(stream, at, length, f"{shorten(file)}: {shorten(name)}")
         if view.dtype != dtype or view.shape != box:
-            raise ValueError(f"{name}: {file} holds {view.dtype} of {view.shape}, not of {box}")
+            held = f"{view.dtype} of {shorten(view.shape)}, not {dtype} of {shorten(box)}"
+            raise ValueError(f"{shorten(name)}: {shorten(file)} holds {held}")
         return StoredBox(
             offsets=offsets,
             shape=box,
@@ -201,6 +237,8 @@ def _stored_view(stream: BinaryIO, at: int, length: int, name: str) -> tuple[Sto
     start = storage.header_offset + _LOCAL_HEADER + names
     reach = [(n - 1) * step for n, step in zip(view.shape, view.strides, strict=True)]
     last = 0 if 0 in view.shape else view.start + sum(reach) + 1
+    if math.prod(view.shape) > max(0, last - view.start):
+        raise ValueError(f"{name} has elements that overlap")
     if last * view.dtype.itemsize > storage.file_size or start + storage.file_size > length:
         raise ValueError(f"{name} is larger than its storage")
     return view, at + start
@@ -208,7 +246,7 @@ def _stored_view(stream: BinaryIO, at: int, length: int, name: str) -> tuple[Sto
 
 def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str) -> bytes:
     if entry.file_size > _MAX_PICKLE or entry.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{name}: {entry.filename} has {entry.file_size} bytes")
+        raise ValueError(f"{name}: {shorten(entry.filename)} has {entry.file_size} bytes")
     return archive.read(entry)
 
 
@@ -224,7 +262,7 @@ def read_archive(path: Path) -> Any:
             with zipfile.ZipFile(stream) as archive:
                 found = [each for each in archive.infolist() if each.filename.endswith("data.pkl")]
                 content = _content(archive, found[0], str(path))
-        except (ValueError, LookupError, zipfile.BadZipFile) as error:
+        except _MALFORMED as error:
             raise CheckpointError(f"{path}: {error}; restore it", file=str(path)) from error
     return read_pickle(content, name=str(path))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mt_files import open_file
+from mt_files import open_file, shorten
 from torch import Tensor
 
 from mt_ckpt.dtype import dtype_name, dtype_names
@@ -24,7 +24,8 @@ from mt_ckpt.exchange.pages import Pages
 from mt_ckpt.manifest import check_nesting
 from mt_ckpt.shard import TensorShard, check_name
 
-_MAX_PIECES = 1 << 12
+MAX_PIECES = 1 << 12
+MAX_DIMS = 32
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.@+=,/-]")
 
 
@@ -127,7 +128,7 @@ class ForeignTensor:
         reason = ""
         starts = np.array([piece.offsets for piece in self.pieces], dtype=np.int64)
         ends = starts + np.array([piece.shape for piece in self.pieces], dtype=np.int64)
-        if not self.pieces or len(self.pieces) > _MAX_PIECES:
+        if not self.pieces or len(self.pieces) > MAX_PIECES:
             reason = f"{len(self.pieces)} pieces"
         elif starts.shape != (len(self.pieces), len(self.shape)) or (ends > self.shape).any():
             reason = "a piece outside of it"
@@ -137,8 +138,8 @@ class ForeignTensor:
             reason = "pieces that overlap"
         if reason:
             raise CheckpointError(
-                f"tensor {name!r} of shape {self.shape} has {reason}; the checkpoint is damaged: "
-                "restore it from a copy",
+                f"tensor {shorten(name)} of shape {shorten(self.shape)} has {reason}; the "
+                "checkpoint is damaged: restore it from a copy",
                 tensor=name,
             )
 
@@ -219,8 +220,8 @@ class ForeignCheckpoint:
             done += tensor.size
             if dtype_name(tensor.dtype) not in dtype_names():
                 raise CheckpointError(
-                    f"tensor {name!r} is {dtype_name(tensor.dtype)}, which a checkpoint can't "
-                    f"store; convert it first to one of {', '.join(dtype_names())}",
+                    f"tensor {shorten(name)} is {dtype_name(tensor.dtype)}, which a checkpoint "
+                    f"can't store; convert it first to one of {', '.join(dtype_names())}",
                     tensor=name,
                 )
             into = None if tensor.in_place else pages.empty(tensor.shape, tensor.dtype)
@@ -233,7 +234,8 @@ class ForeignCheckpoint:
             twice = next(n for n in names.values() if list(names.values()).count(n) > 1)
             both = [name for name, made in names.items() if made == twice]
             raise CheckpointError(
-                f"tensors {both[0]!r} and {both[1]!r} would both be the array {twice}; rename one"
+                f"tensors {shorten(both[0])} and {shorten(both[1])} would both be the array "
+                f"{twice[:200]}; rename one"
             )
         try:
             for name in names.values():

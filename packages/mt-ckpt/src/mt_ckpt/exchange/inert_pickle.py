@@ -13,12 +13,14 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from mt_files import shorten
 
 from mt_ckpt.error import CheckpointError
 
+_MAX_NAMES = 1 << 10  # of classes and functions; each becomes a class here
 # Objects of these modules and classes become a `Record`, whatever they are.
 _INERT = re.compile(
     r"(torch\.distributed\.(checkpoint|_shard)\.|megatron\.).*"
@@ -73,11 +75,12 @@ class Record:
         """
         value = self.state.get(name) if isinstance(self.state, dict) else None
         if not isinstance(value, kind):
-            raise TypeError(f"{self.kind.rpartition('.')[2]} has no {name} of {kind.__name__}")
+            what = self.kind.rpartition(".")[2]
+            raise TypeError(f"{shorten(what)} has no {name} of {kind.__name__}")
         return value
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredView:
     """A tensor as a view of a storage.
 
@@ -95,6 +98,9 @@ class StoredView:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("it changes a tensor")
+
 
 class _Call:
     """A stand-in for a function, which a pickle can't change."""
@@ -111,11 +117,39 @@ class _Call:
         raise ValueError("it changes a function")
 
 
+_KEYS = (str, bytes, int, float, type(None), torch.dtype, Record)
+_KEY_PLACES = {  # of operations on mappings and sets: where the keys are on the stack
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+
+
+def _with_keys(load: Callable[[Any], None], place: slice) -> Callable[[Any], None]:
+    """Return an operation of an unpickler that looks at its keys before."""
+
+    def checked(reader: Any) -> None:
+        for key in reader.stack[place]:
+            parts = key if isinstance(key, tuple) else (key,)
+            if not all(isinstance(part, _KEYS) for part in parts):
+                raise ValueError("a key is no plain value")
+        load(reader)
+
+    return checked
+
+
 class _Reader(pickle._Unpickler):
     """An unpickler without imports.
 
-    It is the one in Python: the one in C allocates what a forged memo index asks for.
+    It is the one in Python: the one in C allocates what a forged memo index asks for. A key is one
+    value or a tuple of values, as the hash of tuples in tuples can take forever.
     """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    for _code, _place in _KEY_PLACES.items():
+        dispatch[_code[0]] = _with_keys(dispatch[_code[0]], _place)
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -125,6 +159,8 @@ class _Reader(pickle._Unpickler):
         """Return a stand-in for what a pickle names."""
         full = f"{module}.{name}"
         if full not in self._kinds:
+            if len(self._kinds) == _MAX_NAMES:
+                raise ValueError(f"it names more than {_MAX_NAMES} classes")
             self._kinds[full] = _stand_in(full)
         return self._kinds[full]
 
@@ -178,7 +214,7 @@ def _stand_in(full: str) -> Any:
         return getattr(torch, name)
     if _INERT.fullmatch(full):
         return type("Record", (Record,), {"kind": full})
-    raise _RefusedError(full[:200])
+    raise _RefusedError(shorten(full, 200))
 
 
 def _tensor(storage: Any, start: int, shape: Any, strides: Any, *_: Any) -> StoredView:
@@ -210,7 +246,7 @@ def _plain_dict(*items: Any) -> dict[Any, Any]:
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "collections.OrderedDict": _plain_dict,
     "torch.Size": lambda sizes: tuple(sizes),
-    "torch.serialization._get_layout": str,
+    "torch.serialization._get_layout": lambda name: str(shorten(name)),
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
     "torch._utils._rebuild_parameter": lambda data, *_: data,

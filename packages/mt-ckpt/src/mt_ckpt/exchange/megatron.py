@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mt_files import read_json
+from mt_files import read_json, shorten
 
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.exchange.dcp import open_dcp, read_archive
@@ -21,6 +21,8 @@ CONFIG, COMMON = "metadata.json", "common.pt"
 _BACKEND = "torch_dist"
 _MAX_CONFIG = 1 << 20
 _MAX_DEPTH = 32
+_MAX_PLAIN = 1 << 20  # characters of all values
+_VALUE = 16  # what a value counts, beside its own characters
 
 
 def open_megatron(folder: Path) -> ForeignCheckpoint:
@@ -50,8 +52,8 @@ def open_megatron(folder: Path) -> ForeignCheckpoint:
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
     if backend != _BACKEND:
         raise CheckpointError(
-            f"{path}: its format is {backend!r}, and {_BACKEND!r} is read; save it again with "
-            "--ckpt-format torch_dist",
+            f"{path}: its format is {shorten(backend)}, and {_BACKEND!r} is read; save it again "
+            "with --ckpt-format torch_dist",
             file=str(path),
         )
     common = read_archive(folder / COMMON) if (folder / COMMON).exists() else {}
@@ -60,7 +62,11 @@ def open_megatron(folder: Path) -> ForeignCheckpoint:
     step, args = common.get("iteration"), common.get("args")
     found: dict[str, Any] = {}
     if isinstance(args, Record) and isinstance(args.state, Mapping):
-        found["args"] = {str(name): plain(value) for name, value in args.state.items()}
+        try:
+            found["args"] = plain(dict(args.state))
+        except ValueError as error:
+            path = folder / COMMON
+            raise CheckpointError(f"{path}: args: {error}; restore it", file=str(path)) from error
     return dataclasses.replace(
         open_dcp(folder),
         step=step if isinstance(step, int) and 0 <= step < 10**18 else None,
@@ -68,20 +74,41 @@ def open_megatron(folder: Path) -> ForeignCheckpoint:
     )
 
 
-def plain(value: Any, depth: int = 0) -> Any:
-    """Return a value that JSON can hold; what it can't is described in text."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int) and abs(value) < 1 << 62:
-        return value
-    if isinstance(value, float) and math.isfinite(value):
-        return value
-    if isinstance(value, list | tuple) and depth < _MAX_DEPTH:
-        return [plain(each, depth + 1) for each in value]
-    if isinstance(value, dict) and depth < _MAX_DEPTH:
-        return {str(name): plain(each, depth + 1) for name, each in value.items()}
-    if isinstance(value, torch.dtype):
-        return str(value)
-    if isinstance(value, Record):
-        return json.dumps([value.kind, plain(list(value.args), depth + 1)])
-    return str(value)[:200]
+def plain(value: Any) -> Any:
+    """Return a value that JSON can hold; what it can't is described in text.
+
+    Raises:
+        ValueError: It is too large. A pickle of few bytes may hold very many values, by references.
+    """
+    return _Plain().of(value, 0)
+
+
+class _Plain:
+    """Values as JSON, of bounded size in all."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_PLAIN
+
+    def of(self, value: Any, depth: int) -> Any:
+        """Return one value."""
+        self._left -= _VALUE + (len(value) if isinstance(value, str) else 0)
+        if self._left < 0:
+            raise ValueError(f"it holds more than {_MAX_PLAIN} characters of values")
+        if isinstance(value, Record):
+            return json.dumps([value.kind, self.of(list(value.args), depth + 1)])
+        if isinstance(value, list | tuple) and depth < _MAX_DEPTH:
+            return [self.of(each, depth + 1) for each in value]
+        if isinstance(value, dict) and depth < _MAX_DEPTH:
+            return {self._key(name): self.of(each, depth + 1) for name, each in value.items()}
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int) and abs(value) < 1 << 62:
+            return value
+        if isinstance(value, float) and math.isfinite(value):
+            return value
+        return str(value) if isinstance(value, float | torch.dtype) else shorten(value)
+
+    def _key(self, name: Any) -> str:
+        text = name if isinstance(name, str) else shorten(name)
+        self._left -= len(text)
+        return text

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mt_files import to_plain
+from mt_files import FieldError, shorten, to_plain
 from mt_model import ModelConfig, Sizes, saved_tensors
 from torch import Tensor
 
@@ -58,7 +58,10 @@ def import_megatron(folder: str | Path, out: str | Path) -> ModelConfig:
     args = read_arguments(found.description.get("args"), str(folder))
     if len(shapes.get(_EMBEDDING, ())) != 2:
         raise ExchangeError(f"{folder}: has no {_EMBEDDING}, so it holds no GPTModel")
-    config = args.config(shapes[_EMBEDDING][0])
+    try:
+        config = args.config(shapes[_EMBEDDING][0])
+    except FieldError as error:
+        raise ExchangeError(f"{folder}: {error}") from error
     links, targets = _checked(folder, config, shapes)
     with new_folder(Path(out)) as temporary:
         run = RunFolder(temporary)
@@ -87,9 +90,10 @@ def _checked(
     links = list(megatron_links(config, shapes))
     sources = {link.source: link.shape for link in links}
     problems = [f"lacks {name}" for name in sorted(sources.keys() - shapes.keys())]
-    problems += [f"has {name}, which no GPTModel has" for name in sorted(shapes.keys() - sources)]
+    left = sorted(shapes.keys() - sources)
+    problems += [f"has {shorten(name)[1:-1]}, which no GPTModel has" for name in left]
     problems += [
-        f"{name} has the shape {shapes[name]}, and {shape} is expected"
+        f"{name} has the shape {shorten(shapes[name])}, and {shape} is expected"
         for name, shape in sources.items()
         if name in shapes and shapes[name] != shape
     ]
