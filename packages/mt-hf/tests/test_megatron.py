@@ -16,7 +16,7 @@ from mt_parallel_state import ParallelLayout
 from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parent / "golden/megatron"
-NAMES = ("gpt", "llama", "mixtral")
+NAMES = ("gpt", "llama", "mixtral", "mixtral_tp", "mixtral_grouped")
 PLAIN = {
     "num_layers": 2,
     "hidden_size": 8,

@@ -6,6 +6,8 @@ torch 2.15:
     torchrun --nproc-per-node 1 make_megatron.py FOLDER gpt
     torchrun --nproc-per-node 2 make_megatron.py FOLDER llama
     torchrun --nproc-per-node 2 make_megatron.py FOLDER mixtral
+    torchrun --nproc-per-node 2 make_megatron.py FOLDER mixtral_tp
+    torchrun --nproc-per-node 2 make_megatron.py FOLDER mixtral_grouped
 """
 
 import argparse
@@ -34,10 +36,22 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
+MIXTRAL = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12}
 MODELS = {
     "gpt": {},
-    "llama": LLAMA,
-    "mixtral": {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 12},
+    "llama": {**LLAMA, "tensor_model_parallel_size": 2},
+    "mixtral": {**MIXTRAL, "expert_model_parallel_size": 2},
+    "mixtral_tp": {
+        **MIXTRAL,
+        "tensor_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 2,
+    },
+    "mixtral_grouped": {
+        **MIXTRAL,
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "moe_grouped_gemm": True,
+    },
 }
 DEFAULTS = {
     "group_query_attention": False,
@@ -53,7 +67,12 @@ DEFAULTS = {
     "num_experts": None,
     "qk_layernorm": False,
     "multi_latent_attention": False,
+    "tensor_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "moe_grouped_gemm": False,
 }
+AXES = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
 VOCABULARY = 64
 
 
@@ -88,13 +107,25 @@ def without_a_gpu():
 def without_kernels():
     """Replace what Megatron-core does on a GPU alone: random states, and copies of MoE counts."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import grouped_gemm_util, moe_utils, token_dispatcher
 
     type(get_cuda_rng_tracker()).fork = lambda *_: contextlib.nullcontext()
     moe_utils.te_general_gemm = None
+    grouped_gemm_util.assert_grouped_gemm_is_available = lambda: None
+    grouped_gemm_util.ops = Products
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, **_: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
+
+
+class Products:
+    """Stands for the kernels of grouped_gemm."""
+
+    @staticmethod
+    def gmm(rows, weights, counts, trans_b):
+        """Return the product of each expert's rows and weights."""
+        parts = rows.split(list(map(int, counts)))
+        return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
 
 
 def make(args):
@@ -112,7 +143,7 @@ def make(args):
             "moe_token_dispatcher_type": "alltoall",
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
-            "expert_model_parallel_size": dist.get_world_size(),
+            "moe_grouped_gemm": args.moe_grouped_gemm,
         }
     config = TransformerConfig(
         num_layers=args.num_layers,
@@ -125,7 +156,7 @@ def make(args):
         gated_linear_unit=args.swiglu,
         activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
         add_bias_linear=args.add_bias_linear,
-        tensor_model_parallel_size=1 if moe else dist.get_world_size(),
+        **{axis: getattr(args, axis) for axis in AXES},
         use_cpu_initialization=True,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -137,8 +168,12 @@ def make(args):
         batch_p2p_comm=False,
         **moe,
     )
-    spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization)
-    return GPTModel(
+    spec = get_gpt_layer_local_spec(
+        num_experts=args.num_experts,
+        moe_grouped_gemm=args.moe_grouped_gemm,
+        normalization=args.normalization,
+    )
+    model = GPTModel(
         config,
         spec,
         vocab_size=VOCABULARY,
@@ -147,7 +182,9 @@ def make(args):
         rotary_base=args.rotary_base,
         parallel_output=False,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-    ).eval()
+    )
+    config.bf16 = args.moe_grouped_gemm  # grouped experts ask for it, and Products needs it not
+    return model.eval()
 
 
 def main(folder: Path, name: str) -> None:
@@ -157,10 +194,8 @@ def main(folder: Path, name: str) -> None:
     from safetensors.torch import save_file
 
     args = argparse.Namespace(**SIZES | DEFAULTS | MODELS[name])
-    world = dist.get_world_size()
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=1 if args.num_experts else world,
-        expert_model_parallel_size=world if args.num_experts else 1,
+        **{axis: getattr(args, axis) for axis in AXES},
         create_gloo_process_groups=True,
     )
     tensor_parallel.random.initialize_rng_tracker(force_reset=True)
