@@ -91,6 +91,42 @@ def test_dcp_loads_what_is_exported(saved, tmp_path):
     assert_same(got, TENSORS)
 
 
+def sharded_state(folder: Path, action: str) -> dict[str, torch.Tensor]:
+    """Save or load a model with FSDP2 and its moments over all ranks; return whole tensors."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    parameters, moments = get_state_dict(model, optimizer)
+    of_state = {f"{n}.{k}": t for n, each in moments["state"].items() for k, t in each.items()}
+    tensors = {**{f"model.{n}": t for n, t in parameters.items()}, **of_state}
+    assert sum(isinstance(tensor, DTensor) for tensor in tensors.values()) == 9
+    if action == "load":
+        for tensor in tensors.values():
+            tensor.zero_()
+        dcp.load(tensors, checkpoint_id=folder)
+    else:
+        dcp.save(tensors | {"note": "of no tensor"}, checkpoint_id=folder)
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
+
+
+def test_dcp_of_two_ranks_goes_round(tmp_path, ranks):
+    wanted, _ = ranks(2, sharded_state, tmp_path / "theirs", "save")
+    assert len(list((tmp_path / "theirs").glob("*.distcp"))) == 2
+    assert exit_code("import", tmp_path / "theirs", tmp_path / "ours", "--from", "dcp") == 0
+    assert_same(tensors_of(tmp_path / "ours"), wanted)
+    assert exit_code("export", tmp_path / "ours", tmp_path / "back", "--to", "dcp") == 0
+    for found in ranks(2, sharded_state, tmp_path / "back", "load"):
+        assert_same(found, wanted)
+
+
 def test_a_checkpoint_of_megatron_core_is_read(tmp_path):
     source, out = GOLDEN / "megatron/iter_0000007", tmp_path / "out"
     command = ("import", source, out, "--from", "megatron-torch_dist", "--prefix", "model")

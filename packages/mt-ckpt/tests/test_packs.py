@@ -128,7 +128,8 @@ def test_stock_zarr_reads_each_pack(tmp_path, always):
 
 
 def test_tensorstore_reads_each_pack(tmp_path, always):
-    tensorstore = pytest.importorskip("tensorstore")
+    import tensorstore
+
     path = save(tmp_path)
     for name, spec in inspect_checkpoint(path).arrays.items():
         if spec.pack is None:

@@ -108,7 +108,8 @@ KINDS = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64]
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 @pytest.mark.parametrize(("dim", "parts"), [(0, 1), (0, 2), (1, 4)])
 def test_stock_zarr_and_tensorstore_read_slices(tmp_path, small, dtype, dim, parts):
-    tensorstore = pytest.importorskip("tensorstore")
+    import tensorstore
+
     tensors = {"model/w": values(12, 40, 2, dtype=dtype), "odd": values(129, 33, dtype=dtype)}
     given = [s for n, t in tensors.items() for s in shards(n, t, dim=dim, parts=parts)]
     path = save_checkpoint(tmp_path, 3, given, {})
