@@ -164,6 +164,7 @@ class Neighbours(nn.Module):
         room, tp = count * self.retro.length, group_size(self.group)
         beside = chunks * room // tp
         text, neighbours = x.split((x.shape[1] - beside, beside), 1)
+        text = text.clone()  # what a layer keeps of it would hold the neighbours' memory too
         if not self.reads:
             return TextStream(text, neighbours), {}
         neighbours = gather_from_group(neighbours, self.group, dim=1)
