@@ -71,6 +71,7 @@ def rows() -> list[Row]:
     import interfaces
     import kills
     import models
+    import retrieval
     import serving
     import surroundings
     import tokens
@@ -87,6 +88,7 @@ def rows() -> list[Row]:
         folders,
         foreign,
         models,
+        retrieval,
         serving,
         surroundings,
     )

@@ -114,6 +114,12 @@ def test_errors_name_the_file_and_survive_pickling(inside):
     assert str(again).encode()
 
 
+def test_a_text_that_can_be_no_path_is_refused(inside):
+    """JSON may spell half a character, which no system call takes."""
+    with pytest.raises(FileError, match=r"a\\ud800b: is no file name"):
+        open_file(inside / "a\ud800b")
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [

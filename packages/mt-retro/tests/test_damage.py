@@ -50,7 +50,7 @@ def test_whole_files_are_as_they_were_written(made):
     ]
 
 
-@pytest.mark.parametrize("flips", [300, pytest.param(20_000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("flips", [100, pytest.param(20_000, marks=pytest.mark.campaign)])
 def test_every_flipped_bit_is_named(copy, flips):
     draw = random.Random(21)
     files = files_of(copy)

@@ -52,7 +52,11 @@ class LockedError(FileError):
 
 def printable(path: str | Path) -> str:
     """Return a printable path: invalid UTF-8 is escaped, and a long path loses its middle."""
-    text = os.fsencode(path).decode(errors="backslashreplace")
+    try:
+        content = os.fsencode(path)
+    except UnicodeEncodeError:  # no path of this system, but a text that a file names as one
+        content = str(path).encode(errors="backslashreplace")
+    text = content.decode(errors="backslashreplace")
     return text if len(text) <= _LONGEST else f"{text[:_PART]}...{text[-_PART:]}"
 
 

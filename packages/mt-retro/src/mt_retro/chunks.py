@@ -144,19 +144,25 @@ class Chunks:
         width = 2 * self.size if continued else self.size
         starts = self._begins[documents] + (numbers - self._first[documents]) * self.size
         lengths = np.minimum(self._begins[documents + 1] - starts, width)
-        is_token = np.arange(width) < lengths[:, None]
-        tokens = np.full((len(numbers), width), fill, np.int64)
         if len(numbers) > 1 and (starts[1:] == starts[:-1] + lengths[:-1]).all():
+            tokens = np.full((len(numbers), width), fill, np.int64)
+            is_token = np.arange(width) < lengths[:, None]
             tokens[is_token] = self.dataset.stream(int(starts[0]), int(lengths.sum()))
             return tokens, lengths
         runs = self._runs(width)
-        rest: NDArray[np.intp] | range = range(len(numbers))
-        if runs is not None:
+        if runs is None:
+            tokens = np.full((len(numbers), width), fill, np.int64)
+            rest: NDArray[np.intp] | range = range(len(numbers))
+        else:
             first = np.minimum(starts, len(runs) - 1)
-            np.copyto(tokens, runs[first], where=is_token)
+            tokens = runs[first].astype(np.int64)
+            short = np.flatnonzero(lengths < width)
+            is_token = np.arange(width) < lengths[short, None]
+            tokens[short] = np.where(is_token, tokens[short], fill)
             rest = np.flatnonzero(first < starts)  # in the last tokens of the file
         for row in rest:
-            tokens[row, is_token[row]] = self.dataset.stream(int(starts[row]), int(lengths[row]))
+            text = self.dataset.stream(int(starts[row]), int(lengths[row]))
+            tokens[row, : len(text)], tokens[row, len(text) :] = text, fill
         return tokens, lengths
 
     def _runs(self, width: int) -> NDArray | None:

@@ -18,7 +18,7 @@ from mt_retro.approximate import FaissIndex, IndexRecord
 from mt_retro.chunks import Chunks, DatasetRecord, data_digest
 from mt_retro.exact import check_vectors, nearest
 from mt_retro.ngrams import NGramEmbedding
-from mt_retro.stored import digest_of, path_in, read_record
+from mt_retro.stored import digest_of, naming, read_record
 from mt_retro.vectors import JoinedVectors, NamedEmbedding, Vectors
 
 INDEX = "index.faiss"
@@ -104,7 +104,8 @@ class Database:
         self._first = self.vectors.first
 
     def _chunks_of(self, source: SourceRecord) -> Chunks:
-        dataset = IndexedDataset(path_in(self.folder, source.data_path))
+        with naming(self.folder, source.data_path) as prefix:
+            dataset = IndexedDataset(prefix)
         if (found := data_digest(dataset)) != source.data:
             text = f"is not the dataset of the database {self.folder}: its digest is {found[:16]}"
             text += f", and {source.data[:16]} is expected; restore it, or build the database anew"
@@ -116,7 +117,8 @@ class Database:
         return chunks
 
     def _vectors_of(self, source: SourceRecord) -> Vectors:
-        vectors = Vectors(path_in(self.folder, source.vectors_path))
+        with naming(self.folder, source.vectors_path) as path:
+            vectors = Vectors(path)
         if vectors.digest != source.vectors:
             text = f"these are not the vectors of the database {self.folder}; build it anew"
             raise DataFileError(str(vectors.folder), text)
@@ -172,6 +174,9 @@ class Database:
         """
         shape, numbers = np.shape(ids), np.asarray(ids, np.int64).reshape(-1)
         check_ids(numbers, len(self), str(self.folder))
+        if len(self.sources) == 1 and numbers.min(initial=0) >= 0:
+            tokens, lengths = self.sources[0].read_chunks(numbers, continued=True, fill=fill)
+            return tokens.reshape(*shape, 2 * self.chunk), lengths.reshape(shape)
         tokens = np.full((len(numbers), 2 * self.chunk), fill, np.int64)
         lengths = np.zeros(len(numbers), np.int64)
         for source, first in zip(self.sources, self._first, strict=False):

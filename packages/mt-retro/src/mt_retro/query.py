@@ -20,6 +20,7 @@ from mt_retro.stored import (
     ArrayRecord,
     StoredArray,
     blocks_of,
+    naming,
     path_from,
     path_in,
     read_record,
@@ -100,9 +101,11 @@ class Neighbours:
         self.record = record = NeighboursRecord.read(folder)
         self.num_neighbours = record.neighbours
         if database is None:
-            database = Database(path_in(self.folder, record.database_path))
+            with naming(self.folder, record.database_path) as path:
+                database = Database(path)
         if dataset is None:
-            dataset = IndexedDataset(path_in(self.folder, record.data_path))
+            with naming(self.folder, record.data_path) as path:
+                dataset = IndexedDataset(path)
         self.database, self.chunks = database, Chunks(dataset, record.chunk)
         for name, path, expected, found in (
             ("database", database.folder, record.database, database.digest),

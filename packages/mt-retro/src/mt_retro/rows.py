@@ -196,7 +196,8 @@ class RetroDataset(RowDataset):
             labels = row["labels"][begin : begin + len(text) - 1]
             labels[~self._is_kept(text, read[begin // chunks.size :])] = PADDING
         if self.retrieves:
-            row["neighbours"], row["neighbour_lengths"] = np.maximum(read, 0), lengths
+            row["neighbours"] = read if self.overlap is None else np.maximum(read, 0)
+            row["neighbour_lengths"] = lengths
         return row
 
     def parts(self, index: int) -> list[tuple[int, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -266,6 +267,20 @@ def path_from(folder: Path, path: str | os.PathLike[str]) -> str:
 def path_in(folder: Path, path: str) -> str:
     """Return the path, or the URL, that a record in a folder says."""
     return path if "://" in path else os.path.normpath(folder / path)
+
+
+@contextlib.contextmanager
+def naming(folder: Path, path: str) -> Iterator[str]:
+    """Give the path, or the URL, that a record in a folder says, to open what is there.
+
+    Raises:
+        DataFileError: It can't be opened; the message names the record too.
+    """
+    try:
+        yield path_in(folder, path)
+    except (DataError, FileError) as error:
+        text = f"names {shorten(path)}, which can't be used: {error}"
+        raise DataFileError(str(folder / RECORD), text) from error
 
 
 def blocks_of(array: StoredArray, size: int) -> Iterator[tuple[int, NDArray]]:
