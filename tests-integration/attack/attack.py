@@ -71,6 +71,7 @@ def rows() -> list[Row]:
     import interfaces
     import kills
     import models
+    import pictures
     import retrieval
     import serving
     import surroundings
@@ -87,6 +88,7 @@ def rows() -> list[Row]:
         drawn,
         folders,
         foreign,
+        pictures,
         models,
         retrieval,
         serving,

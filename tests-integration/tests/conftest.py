@@ -8,10 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from mt_data import BatchSampler
 from mt_testing import Programs, RankPool
 
 # What our programs import when a run begins.
@@ -49,6 +52,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kernels", help="model.kernels of every run of the tiny configuration that names none"
     )
+
+
+class Recorder:
+    """A sampler's record of each sample that it reads: its number in the run, and its content."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def sampler(self) -> type[BatchSampler]:
+        """Return a `BatchSampler` that writes a line for each step."""
+        path = self.path
+
+        class RecordingSampler(BatchSampler):
+            def step(self, step):
+                batches = super().step(step)
+                numbers = [int(number) for ids in self.sample_ids(step) for number in ids]
+                rows = {n: digest(self.dataset, n) for n in numbers}
+                with path.open("a") as file:
+                    file.write(json.dumps({"step": step, "rows": rows}) + "\n")
+                return batches
+
+        return RecordingSampler
+
+
+def digest(dataset: Any, number: int) -> str:
+    """Return the digest of a sample: of its tokens, or of all arrays of its row."""
+    if not hasattr(dataset, "row"):
+        return blake2b(bytes(dataset.sample(number))).hexdigest()
+    row = dataset.row(number)
+    return blake2b(b"".join(bytes(row[name]) for name in sorted(row))).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +136,35 @@ class Runner:
 
         self.ranks(nproc, body, timeout=120 if backend == "inductor" else 300)
         return out
+
+    def train_recorded(
+        self, out, log, overrides, layout, *, on_event=None, begin=None, rank=0
+    ) -> None:
+        """Train on the ranks of a layout, which record what they read in files that `log` begins.
+
+        `layout` is a number of ranks and the axis that they share; `begin` is called on `rank`.
+        """
+        nproc, axis = layout
+        split = [f"parallel.{axis}={nproc}"] if axis in ("tp", "pp", "cp") else []
+        micro = ["training.micro_batch_size=1"] if axis == "pp" else []
+        config, given = self.config, self.overrides((*overrides, *split, *micro))
+
+        def body() -> None:
+            import torch.distributed as dist
+            from mt_parallel_state import DistributedEnv
+            from mt_train import load_config, run
+
+            own = dist.get_rank()
+            env = DistributedEnv(rank=own, world_size=nproc, local_rank=own, local_world_size=nproc)
+            call_off = begin() if begin is not None and own == rank else None
+            recorder = Recorder(log.with_name(f"{log.name}-{own}.jsonl"))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("mt_train.session.run.BatchSampler", recorder.sampler())
+                run(load_config(config, given), env, out, on_event=on_event)
+            if call_off is not None:
+                call_off()
+
+        self.ranks(nproc, body, timeout=120)
 
     def command(self, out: Path, *overrides: str, nproc: int = 1, real: bool = False) -> list[str]:
         """Return the command line of the same run, whose processes have imported torch already.
@@ -167,6 +229,26 @@ def losses() -> Callable[[Path], dict[int, float]]:
 @pytest.fixture(scope="session")
 def metrics_of() -> Callable[[Path], list[dict]]:
     return metrics
+
+
+def _consumed(folder: Path) -> dict[int, dict[str, str]]:
+    """Return the samples of each step, over all ranks and attempts, each with the same content."""
+    steps: dict[int, dict[str, str]] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            try:
+                read = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # its rank was killed as it wrote
+            known = steps.setdefault(read["step"], {})
+            for number, tokens in read["rows"].items():
+                assert known.setdefault(number, tokens) == tokens, (path, read["step"], number)
+    return steps
+
+
+@pytest.fixture(scope="session")
+def consumed() -> Callable[[Path], dict[int, dict[str, str]]]:
+    return _consumed
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import http.client
 import io
 import json
+import os
 import shutil
 import subprocess
 import tarfile
@@ -14,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from mt_context_parallel import segments
 from mt_data import Rows
 from mt_hf import from_pretrained, open_pretrained, save_pretrained
 from mt_model import GPT, ClassPoolingConfig, ImageInputConfig, gpt, vit
 from mt_multimodal import ImageForm, ImageTextDataset, read_image_preprocessing
+from mt_testing import KillAt, RankDied
 from mt_tokenizer import ChatTemplate, load_tokenizer, train_tokenizer
 from mt_train import ConfigError, load_config
 from PIL import Image
@@ -99,6 +103,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "model/preprocessor_config.json").write_text(json.dumps(preprocessor))
     for seed, (name, count) in enumerate((("a", 30), ("held", 7))):
         write_tar(path / f"{name}.tar", seed, count)
+    texts = [{"prompt": "one " * (n % 3 + 1), "completion": "two"} for n in range(12)]
+    (path / "texts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in texts))
     return path
 
 
@@ -198,12 +204,25 @@ def test_packed_rows_have_the_loss_and_gradients_of_rows_apart(folder, rows) -> 
         assert (ours[1][name] - grad).norm() <= 1e-10 * largest, name
 
 
+def test_half_of_a_row_in_two_ends_inside_an_image(folder, rows) -> None:
+    """As the layouts with cp 2 have it."""
+    images, data = open_pretrained(folder / "model").config.images, rows()
+    tokens = [data.row(number)["tokens"] == images.token_id for number in range(len(data))]
+    cuts = {place for rank in (0, 1) for run in segments(LENGTH, ranks=2, rank=rank)
+            for place in (run.start, run.start + run.length) if 0 < place < LENGTH}  # fmt: skip
+    inside = [row[:cut].sum() % images.num_tokens and row[cut] for row in tokens for cut in cuts]
+    assert sum(map(bool, inside)) >= 3
+
+
 @pytest.fixture(scope="module")
 def started(tiny, folder: Path, tmp_path_factory: pytest.TempPathFactory):
     given = yaml.safe_load(tiny.config.read_text())
     given["model"] = {"from": str(folder / "model")}
-    given["data"] = {"kind": "image-text", "train": [str(folder / "a.tar")]}
+    given["data"] = {"kind": "image-text"}  # a blend with a source of texts alone
+    given["data"]["train"] = [str(folder / "a.tar"), str(folder / "texts.jsonl")]
     given["data"] |= {"validation": str(folder / "held.tar"), "eod": "<|eod|>"}
+    given["data"]["weights"] = [1, 1]  # half of the rows have no image
+    given["logging"] = {"every": 1}
     given["training"] |= {"dtype": "fp64", "steps": 5, "sequence_length": LENGTH}
     given["training"] |= {"global_batch_size": 4, "micro_batch_size": 4}
     config = tmp_path_factory.mktemp("config") / "run.yaml"
@@ -221,6 +240,20 @@ def begun(started, tmp_path_factory) -> Path:
     return started.train(tmp_path_factory.mktemp("begun"), "training.steps=2")
 
 
+def trained(metrics_of, run: Path) -> list[dict]:
+    return [row for row in metrics_of(run) if "loss" in row]
+
+
+def by_rank(row: dict) -> tuple[list[int], list[int]]:
+    """Return the images and the tokens of each rank at a step."""
+    found = (
+        [row[key] for key in row if key.startswith(f"{name}/rank")] for name in ("images", "tokens")
+    )
+    images, tokens = found
+    assert min(tokens) > 0
+    return images, tokens
+
+
 @pytest.mark.parametrize(
     "layout", [pytest.param(n, marks=() if n in IN_CI else pytest.mark.campaign) for n in LAYOUTS]
 )
@@ -232,11 +265,88 @@ def test_a_run_resumes_and_evaluates_alike_on_every_layout(
     started.train(run, *own, nproc=nproc)
     assert losses(run) == pytest.approx(losses(one_rank), rel=1e-9)
     assert len(losses(run)) == 5
+    ours, theirs = (by_rank(trained(metrics_of, each)[-1]) for each in (run, one_rank))
+    assert [sum(each) for each in ours] == [sum(each) for each in theirs]
+    if layout in ("dp2", "full"):  # other numbers of images on each rank, and none on one
+        counts = [by_rank(row)[0] for row in trained(metrics_of, run)[2:]]
+        assert len({tuple(each) for each in counts}) > 1
+        assert any(0 in each and any(each) for each in counts)
     ours, theirs = (
         [row["val_loss"] for row in metrics_of(each) if "val_loss" in row][-1]
         for each in (run, one_rank)
     )
     assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+POINTS = ("train.forward_backward", "train.reduce", "train.update", "save.data", "save.manifest")
+GOING_ON = ((1, ""), (2, "tp"), (2, "cp"), (2, "pp"), (2, "dp"), (4, "dp"))
+
+
+@pytest.mark.parametrize(
+    ("axis", "kills"),
+    [("dp", 1), *(pytest.param(axis, 25, marks=pytest.mark.campaign) for _, axis in GOING_ON[1:5])],
+)
+def test_kills_and_other_layouts_change_no_image_and_no_bit(
+    axis, kills, started, tmp_path, arrays, losses, consumed, record_property
+) -> None:
+    """A third of the kills goes on with another layout; all read the same rows and images."""
+    layout, draw = (2, axis), np.random.default_rng(ord(axis[0]))
+    given = ("training={steps: 6, global_batch_size: 4, micro_batch_size: 1, dtype: fp64, "
+             f"sequence_length: {LENGTH}}}", "checkpoint={every: 2, keep: 2}")  # fmt: skip
+    for out in ("same", "log-same"):
+        (tmp_path / out).mkdir()
+    started.train_recorded(tmp_path / "same", tmp_path / "log-same/log", given, layout)
+    expected, wanted = consumed(tmp_path / "log-same"), arrays(tmp_path / "same", 6, prefix="")
+    changes = 0
+    for turn in range(kills):
+        out, log = tmp_path / str(turn), tmp_path / f"log-{turn}"
+        log.mkdir()
+        point = str(draw.choice(POINTS))
+        nth, rank = int(draw.integers(1, 5 if "train" in point else 4)), int(draw.integers(2))
+        kill = KillAt(point, rank=0 if point == "save.manifest" else rank, nth=nth)
+        with pytest.raises(RankDied):
+            started.train_recorded(out, log / "first", given, layout, on_event=kill)
+        goes_on = GOING_ON[int(draw.integers(len(GOING_ON)))] if turn % 3 == 2 else layout
+        started.train_recorded(out, log / "then", given, goes_on)
+        assert consumed(log) == expected
+        changes += goes_on != layout
+        if goes_on != layout:
+            assert losses(out) == pytest.approx(losses(tmp_path / "same"), rel=1e-9)
+            continue
+        ours = arrays(out, 6, prefix="")
+        assert ours.keys() == wanted.keys()
+        for name, value in ours.items():
+            np.testing.assert_array_equal(value, wanted[name], err_msg=name)
+        assert losses(out) == losses(tmp_path / "same")
+        shutil.rmtree(out)
+    record_property("kills", kills)
+    record_property("goings on with another layout", changes)
+
+
+@pytest.mark.campaign
+def test_a_tar_in_an_object_store_is_read_by_range_with_the_losses_of_a_file(
+    started, folder, one_rank, tmp_path, losses, monkeypatch
+) -> None:
+    """The store fails one request in ten; the index is made from the object, and kept in memory."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "packages/mt-data/tests")
+    import unsteady
+
+    with unsteady.moto() as port, unsteady.unsteady(port) as store:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        for name in ("a.tar", "texts.jsonl"):
+            connection.request("PUT", f"/bucket/{name}", (folder / name).read_bytes())
+            connection.getresponse().read()
+        connection.close()
+        store.fault = unsteady.failing(0.1)
+        found = {**unsteady.variables(store), "HOME": str(tmp_path / "home")}
+        given = started.command(
+            tmp_path / "run", "data.train=[s3://bucket/a.tar, s3://bucket/texts.jsonl]", real=True
+        )
+        done = subprocess.run(
+            given, env={**os.environ, **found}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run") == losses(one_rank)
 
 
 def test_parts_are_frozen_and_have_learning_rates_of_their_own(started, folder, tmp_path) -> None:
@@ -253,8 +363,9 @@ def test_parts_are_frozen_and_have_learning_rates_of_their_own(started, folder, 
     same = {name for name in before if torch.equal(before[name], after[name])}
     changed = {"images.projector.down.weight", "images.projector.down.bias", "final_norm.weight"}
     assert before.keys() - same == changed
-    kept = {"chat_template.jinja", "preprocessor_config.json", "tokenizer_config.json"}
-    assert kept <= {path.name for path in run.iterdir()}
+    kept = {"chat_template.jinja", "preprocessor_config.json"}
+    assert kept <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert kept | {"tokenizer_config.json"} <= {path.name for path in run.iterdir()}
 
 
 def test_a_run_answers_a_conversation_with_images_like_its_export_in_transformers(
@@ -271,6 +382,13 @@ def test_a_run_answers_a_conversation_with_images_like_its_export_in_transformer
     command = [str(tiny.programs.python), "-m", "mt_infer", *asked, "--max-tokens", "5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    without = [each for each in command if each not in ("--image", str(picture))]
+    for name, said in (("picture.png", done.stdout), ("../other.png", ""), ("s3://a/b", "")):
+        parts = [{"type": "image", "image": name}, {"type": "text", "text": "one one "}]
+        talk.write_text(json.dumps([{"role": "user", "content": parts}]))
+        own = subprocess.run(without, capture_output=True, text=True, check=False)
+        assert own.stdout == said, own.stderr
+        assert said or (own.returncode == 2 and "is no file beside" in own.stderr)
     images = open_pretrained(out).config.images
     tokenizer = load_tokenizer(run / "tokenizer.json", eod="<|eod|>")
     special = tokenizer.special_tokens

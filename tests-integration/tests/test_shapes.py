@@ -49,17 +49,23 @@ def answers_of_transformers(folder: Path, run: Path) -> list[bool]:
     return found
 
 
-@pytest.mark.campaign
-def test_the_recipe_names_shapes_and_colours_that_it_has_not_seen_together(tmp_path) -> None:
-    for path in EXAMPLES.glob("llava.*"):
+@pytest.fixture
+def call(tmp_path: Path):
+    """Return a function that runs Python in a folder with the files of the recipe."""
+    for path in EXAMPLES.glob("llava*"):
         shutil.copy(path, tmp_path)
 
-    def call(*command: object) -> str:
+    def run(*command: object) -> str:
         given = [sys.executable, *map(str, command)]
         done = subprocess.run(given, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    return run
+
+
+@pytest.mark.campaign
+def test_the_recipe_names_shapes_and_colours_that_it_has_not_seen_together(call, tmp_path) -> None:
     call("llava.py")
     export = f"export.hugging_face={tmp_path / 'exported'}"
     call("-m", "mt_train", "run", "llava.yaml", "--out", "runs/llava", export)
@@ -69,3 +75,42 @@ def test_the_recipe_names_shapes_and_colours_that_it_has_not_seen_together(tmp_p
     theirs = answers_of_transformers(tmp_path, tmp_path / "runs/llava")
     assert 100 * sum(theirs) / len(theirs) == pytest.approx(own, abs=0.06)
     assert runpy.run_path(str(tmp_path / "llava.py"))["HELD_OUT"] == len(theirs)
+
+
+@pytest.mark.campaign
+def test_the_first_stage_trains_the_projection_alone_and_the_second_goes_on_from_it(
+    call, tmp_path, metrics_of, arrays
+) -> None:
+    call("llava.py")
+    export = f"export.hugging_face={tmp_path / 'llava-base'}"
+    start = ("llava.yaml", "training.steps=100", "evaluation.max_windows=8", export)
+    for files, name in (
+        (start, "base"),
+        (["llava-align.yaml"], "align"),
+        (["llava-tune.yaml"], "tune"),
+    ):
+        call("-m", "mt_train", "run", *files, "--out", f"runs/{name}")
+    runs = [tmp_path / "runs" / name for name in ("base", "align", "tune")]
+    base, align, tune = (arrays(run, 100) for run in runs)
+
+    def changed(before: dict, after: dict) -> set[str]:
+        names = before.keys() & after.keys()
+        return {
+            name.removeprefix("model/") for name in names if (before[name] != after[name]).any()
+        }
+
+    first, second = changed(base, align), changed(align, tune)
+    assert first
+    assert all(name.startswith("images.projector.") for name in first)
+    assert first < second
+    assert {name.split(".")[0] for name in second} == {
+        "images",
+        "layers",
+        "embedding",
+        "final_norm",
+    }
+    assert not any(name.startswith("images.tower.") for name in second)
+    evaluated = [metrics_of(run)[-1]["val_loss"] for run in runs]
+    own, _ = map(share, call("llava.py", "runs/tune").splitlines())
+    print(f"losses {evaluated}, {own}% right")
+    assert evaluated[2] < min(evaluated[:2])

@@ -2,7 +2,9 @@
 
 import io
 import os
+import resource
 import tarfile
+import time
 
 import numpy as np
 import pytest
@@ -201,3 +203,22 @@ def test_a_tar_of_an_object_store_is_read_by_range(made, tmp_path, monkeypatch):
             index.read(0)
     finally:
         server.stop()
+
+
+@pytest.mark.campaign
+def test_a_tar_of_a_million_members_is_indexed_in_bounded_memory_and_opens_in_a_second(tmp_path):
+    path, head = tmp_path / "many.tar", bytearray(tarfile.TarInfo("0000000.txt").tobuf())
+    head[124:136] = b"%011o\0" % 1
+    rest = sum(head) - sum(head[:7]) - sum(head[148:156]) + 8 * ord(" ")
+    with path.open("wb") as file:
+        for number in range(1_000_000):
+            name = b"%07d" % number
+            head[:7], head[148:156] = name, b"%06o\0 " % (rest + sum(name))
+            file.write(head + b"x" + bytes(511))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(TarIndex(path)) == 1_000_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # in KiB
+    begin = time.process_time()
+    index = TarIndex(path)
+    assert time.process_time() - begin < 1
+    assert index.read(999_999) == b"x"

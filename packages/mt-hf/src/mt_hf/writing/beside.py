@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from mt_tokenizer import Tokenizer
 
 
-_TEMPLATE, _TOKENS = "chat_template.jinja", "tokenizer_config.json"
+_OF_RUN = "chat_template.jinja", "preprocessor_config.json"
+_TOKENS = "tokenizer_config.json"
 
 
 def chat_files(run: Path) -> dict[str, bytes]:
-    """Return the chat template with which a run learnt conversations, if it did.
+    """Return the chat template and the preprocessor of images of a run's conversations, if any.
 
     Args:
         run: Folder of the run.
@@ -28,8 +29,9 @@ def chat_files(run: Path) -> dict[str, bytes]:
     Raises:
         FileError: A file can't be read.
     """
-    path = run / _TEMPLATE
-    return {_TEMPLATE: read_bytes(path, limit=MAX_JSON)} if path.is_file() else {}
+    return {
+        name: read_bytes(run / name, limit=MAX_JSON) for name in _OF_RUN if (run / name).is_file()
+    }
 
 
 def files_beside(tokenizer: Tokenizer, like: Path | None, run: Path) -> dict[str, bytes]:

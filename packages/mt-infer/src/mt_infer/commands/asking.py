@@ -49,20 +49,25 @@ class Asker:
         if self._template is not None:
             self._template.close()
 
-    def of_talk(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[int]:
-        """Return the tokens of a conversation that the model is to answer.
+    def of_talk(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None
+    ) -> tuple[list[int], list[str | None]]:
+        """Return the tokens of a conversation that the model is to answer, and its images.
+
+        Returns:
+            The tokens, and for each image the name that its part gives it, or None.
 
         Raises:
             ChatError: There is no chat template, or it refuses the messages.
         """
-        run = self._run
+        run, named = self._run, list[str | None]()
         if self._template is None:
             self._template = ChatTemplate.from_folder(run.chat_folder, run.tokenizer)
         if run.config.images is not None:  # `<image>` in a text is an image, as in training rows
             multimodal = require("mt_multimodal", "a conversation with a model that takes images")
-            messages, _ = multimodal.with_parts(messages, self._template)
+            messages, named = multimodal.with_parts(messages, self._template)
         written = self._template.write(with_parsed_arguments(messages), tools=tools)
-        return run.tokenizer.encode_chat(written)
+        return run.tokenizer.encode_chat(written), named
 
     def of_line(self, content: bytes, where: str, *, system: str | None, chat: bool) -> list[int]:
         """Return the tokens of a line of a file of prompts.
@@ -81,7 +86,7 @@ class Asker:
             if isinstance(asked, str) and not chat:
                 return encode_prompt(asked, self._run.tokenizer, self._run.config)
             asked = user_says(asked, system) if isinstance(asked, str) else asked
-            tokens = self.of_talk(asked, tools)
+            tokens, _ = self.of_talk(asked, tools)
             check_prompt(tokens, self._run.config)
         except (FileError, PromptError, TokenizerError) as error:
             text = str(error)

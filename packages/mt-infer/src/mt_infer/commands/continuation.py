@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mt_files import read_json, to_plain
+from mt_files import read_json, shorten, to_plain
 from mt_parallel_state import DistributedEnv, ParallelLayout, ParallelState, joined
 
 from mt_infer.commands.answers import AnswerFile
@@ -28,10 +28,12 @@ from mt_infer.engine.options import EngineOptions
 from mt_infer.images import place_images
 from mt_infer.loading import Run, load_weights, same_run
 from mt_infer.sampling import Sampling
-from mt_infer.text import check_prompt, encode_prompt
+from mt_infer.text import PromptError, check_prompt, encode_prompt
 from mt_infer.threads import use_threads
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mt_infer.commands.generate import Generate
 
 
@@ -147,7 +149,10 @@ def prompt_tokens(command: Generate, run: Run) -> list[int]:
 
 
 def _prompt(command: Generate, run: Run) -> str | list[int]:
-    """Return the prompt, which with --chat is what the chat template makes of it."""
+    """Return the prompt, which with --chat is what the chat template makes of it.
+
+    Without --image the images are those that the conversation names.
+    """
     if command.chat_file is None and not command.chat:
         return str(command.prompt)
 
@@ -158,7 +163,27 @@ def _prompt(command: Generate, run: Run) -> str | list[int]:
         found = found if isinstance(found, dict) else {"messages": found}
         messages, tools = checked_talk(found, str(command.chat_file))
     with closing(Asker(run)) as asker:
-        return asker.of_talk(messages, tools)
+        tokens, named = asker.of_talk(messages, tools)
+    if command.chat_file is not None and not command.image:
+        command.image = _named_images(command.chat_file, named)
+    return tokens
+
+
+def _named_images(file: Path, names: Sequence[str | None]) -> tuple[Path, ...]:
+    """Return the files of the images that a conversation names, in the folder of its file."""
+    given = [name for name in names if name is not None]
+    if not given:
+        return ()
+    if len(given) < len(names):
+        text = "names some of its images, and some not; name all, or give all as --image FILE"
+        raise PromptError(f"{file}: {text}")
+    folder = file.resolve().parent
+    paths = tuple((folder / name).resolve() for name in given)
+    for name, path in zip(given, paths, strict=True):
+        if "://" in name or name.startswith("data:") or not path.is_relative_to(folder):
+            text = f"the image {shorten(name)} is no file beside {file}; name one, or use --image"
+            raise PromptError(text)
+    return paths
 
 
 def questions_of(command: Generate, run: Run) -> list[Question]:

@@ -52,7 +52,8 @@ class Generate:
     batch: int = 32
     """Largest number of prompts at once, with --prompts."""
     image: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
-    """A file with an image, for one image token of the prompt; may be given several times."""
+    """A file with an image, for one image token of the prompt; may be given several times. Without
+    it images are the files beside the conversation of --chat that its parts name."""
     database: Path | None = None
     """A database of mt-retro: after each chunk of prompt and continuation, a model that reads
     neighbours (model.retro) reads the nearest passages there; needs mt-infer[retro]."""

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
-from mt_data import MixedSamples, Mixture, MixtureSource, RowDataset, mixed, mixture_sources
+import numpy as np
+from mt_data import (
+    MixedRows,
+    MixedSamples,
+    Mixture,
+    MixtureSource,
+    RowDataset,
+    mixed,
+    mixture_sources,
+)
 
 from mt_train.config.kinds.section import Sources
 from mt_train.config.run_config import RunConfig
@@ -38,6 +48,7 @@ class Drawing:
             datasets, first, num_samples=self.num_samples, later=later
         )
         self.names = source_names(sources.train)
+        self._images, self._batch = sources.model.images, training
         rows = [each.describe() if isinstance(each, RowDataset) else "" for each in datasets]
         self._rows = [f"{n}: {text}" for n, text in zip(self.names, rows, strict=True) if text]
 
@@ -54,6 +65,25 @@ class Drawing:
             return {}
         taken = self.samples.taken(samples)
         return {f"samples/{name}": count for name, count in zip(self.names, taken, strict=True)}
+
+    def by_rank(self, before: int, ranks: int) -> Record:
+        """Return the images and tokens of each data-parallel rank at the step behind `before`.
+
+        Nothing if the model takes no images.
+        """
+        how, batch, found = self._images, self._batch, {}
+        if how is None:
+            return found
+        samples = cast("MixedRows", self.samples)  # images come in rows
+        numbers = np.arange(before, before + batch.global_batch_size)
+        for rank, own in enumerate(
+            numbers.reshape(-1, ranks, batch.micro_batch_size).swapaxes(0, 1)
+        ):
+            rows = [samples.row(number)["tokens"] for number in own.ravel().tolist()]
+            images = sum(np.count_nonzero(row == how.token_id) for row in rows)
+            found[f"images/rank{rank}"] = int(images) // how.num_tokens
+            found[f"tokens/rank{rank}"] = sum(len(np.trim_zeros(row, "b")) for row in rows)
+        return found
 
     def changes(self, before: int, samples: int) -> list[str]:
         """Return a line on each phase that begins behind sample `before`, and up to `samples`."""

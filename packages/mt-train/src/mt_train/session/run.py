@@ -218,7 +218,7 @@ class _Session:
             before = trainer.progress.samples
             step = self._train_step()
             stopped = step.stop
-            reporter.step(step.record | self._drawn())
+            reporter.step(step.record | self._drawn(before))
             self._say_notes(reporter, step.record)
             for line in self.drawing.changes(before, trainer.progress.samples):
                 reporter.say(line)
@@ -255,12 +255,13 @@ class _Session:
         if self.shards is not None:
             stack.callback(self.shards.close)  # first, as the thread that reads ahead may wait
 
-    def _drawn(self) -> Record:
-        """Return what each source gave, for the steps that the console shows."""
+    def _drawn(self, before: int) -> Record:
+        """Return what each source gave, and each rank has, for the steps that the console shows."""
         step, every = self.trainer.progress.step, self.config.logging.every
         if self.state.rank or (step % every and not self.trainer.finished):
             return {}
-        return self.drawing.record(self.trainer.progress.samples)
+        by_rank = self.drawing.by_rank(before, self.state.size("dp"))
+        return self.drawing.record(self.trainer.progress.samples) | by_rank
 
     def _say_notes(self, reporter: Reporter, record: Record) -> None:
         """Print the notes of the model's parts after a step, on the rank of each part."""
