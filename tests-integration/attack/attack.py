@@ -1,7 +1,7 @@
 """Attack a run, its files and its commands, by seed, and count what went wrong.
 
     python tests-integration/attack/attack.py --out docs/attack.md    # what that ledger lacks
-    python tests-integration/attack/attack.py --sample                # a few cases of every row
+    python tests-integration/attack/attack.py --sample                # a few cases of most rows
     python tests-integration/attack/attack.py --row signals --out docs/attack.md   # one row
     python tests-integration/attack/attack.py --row signals --case 7       # one case again
 
@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the attacks; the exit status is 1 if one was bad."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sample", action="store_true", help="a few cases of every row")
+    parser.add_argument("--sample", action="store_true", help="a few cases of most rows")
     parser.add_argument("--row", help="only this row")
     parser.add_argument("--case", type=int, help="only this case of the row")
     parser.add_argument("--out", type=Path, help="ledger: rows it lacks are run, and put there")

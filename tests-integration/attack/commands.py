@@ -250,9 +250,9 @@ ROWS = [
     Row(name="mt-infer with hostile arguments", attack=hostile_arguments, cases=80, sample=1),
     Row(name="mt-infer quantize, hostile", attack=hostile_rounding, cases=80, sample=1),
     Row(name="mt-infer beside training", attack=beside_training, cases=5, sample=0, seconds=150),
-    Row(name="signals", attack=signals, cases=16, sample=1, seconds=150),
+    Row(name="signals", attack=signals, cases=16, sample=0, seconds=150),
     Row(name="signals before the first step", attack=early_signal, cases=10, sample=0, seconds=120),
-    Row(name="consoles that close or fill", attack=consoles, cases=10, sample=1, seconds=90),
+    Row(name="consoles that close or fill", attack=consoles, cases=10, sample=0, seconds=90),
     Row(
         name="consoles and encodings of short commands",
         attack=console_encodings,
@@ -260,5 +260,5 @@ ROWS = [
         sample=1,
     ),
     Row(name="environments", attack=environments, cases=24, sample=1, seconds=120),
-    Row(name="a rank dies", attack=dead_rank, cases=5, sample=1, seconds=120),
+    Row(name="a rank dies", attack=dead_rank, cases=5, sample=0, seconds=120),
 ]

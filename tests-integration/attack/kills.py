@@ -243,8 +243,8 @@ def disagreeing_rerun(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 ROWS = [
-    Row(name="random kill -9, twice a run", attack=random_kill, cases=24, sample=1, seconds=150),
-    Row(name="kill -9 during start", attack=kill_at_start, cases=8, sample=1, seconds=200),
+    Row(name="random kill -9, twice a run", attack=random_kill, cases=24, sample=0, seconds=150),
+    Row(name="kill -9 during start", attack=kill_at_start, cases=8, sample=0, seconds=200),
     Row(name="two runs, one folder", attack=two_runs, cases=10, sample=0, seconds=120),
     Row(name="writes that fail", attack=fill_the_disk, cases=12, sample=1, seconds=120),
     Row(name="parts of a run lost", attack=disagreeing_rerun, cases=10, sample=1, seconds=90),

@@ -192,10 +192,7 @@ def test_a_recipe_is_no_name_alone(tiny, reference, tmp_path, losses) -> None:
 @pytest.mark.parametrize(
     ("recipe", "layout", "how"),
     rows(
-        {
-            ("delayed", "ep2", "killed"),
-            ("nvfp4", "full", "stopped"),
-        },
+        {("delayed", "ep2", "killed")},
         RECIPES,
         [
             *("tp2-sp", "pp2", "zb-v", "dualpipe", "cp2", "optimizer", "full", "tp2-sp-optimizer"),
