@@ -5,9 +5,12 @@ import json
 import os
 import random
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -198,7 +201,17 @@ def test_a_killed_build_goes_on_where_it_was(places, tmp_path, command):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def plan(tmp_path_factory):
+    """Let new processes look at this file for the moment at which they kill their build."""
+    path = tmp_path_factory.mktemp("plan") / "plan"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "kill_hook"))
+        patch.setenv("KILL_PLAN", str(path))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def cluster(plan):
     """Start Ray on this machine, for builds that come and go; its address."""
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
@@ -207,40 +220,48 @@ def cluster():
 
 
 BUILD = "build {source} --tokenizer {tok} --out {out}/c --parts 5 --workers 2"
+KILLS = 50
+MOMENTS = 9  # four files are created and renamed, for a part or the whole; then the parts go
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("on", ["processes", "ray"])
 @pytest.mark.parametrize("parts", [1, 3, 16])
 def test_fifty_kills_change_no_byte(
-    places, tmp_path, command, record_property, monkeypatch, request, parts, on
+    places, tmp_path, plan, command, record_property, monkeypatch, request, parts, on
 ):
+    """A kill comes at a drawn one of the files of a part or of the whole, or somewhat later."""
     if on == "ray":
         monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("cluster"))
     assert command("build {source} --tokenizer {tok} --out {out}/whole")[0] == 0
     build = f"build {{source}} --tokenizer {{tok}} --out {{out}}/c --parts {parts} --on {on}"
     build += " --workers 2"
-    with building(places, build) as process:  # most of it is the start of an interpreter
-        begin = time.monotonic()
-        wait_for(lambda: (tmp_path / "c.parts").exists())
-        first = time.monotonic() - begin
-        assert process.wait() == 0
-        last = time.monotonic() - begin
-    draw, done, moments = random.Random(parts), 0, []
-    for _ in range(50):
+    draw, left = random.Random(parts), Counter()
+    for _ in range(KILLS):
         if (tmp_path / "c.idx").exists():
-            done += 1
+            left["whole"] += 1
             assert content(tmp_path / "c") == content(tmp_path / "whole")
-            (tmp_path / "c.idx").unlink()
-            (tmp_path / "c.bin").unlink()
-        with building(places, build) as process, contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(draw.uniform(0.9 * first, 1.1 * last))
-        moments.append(len(parts_of(tmp_path)))
+            for path in tmp_path.glob("c.*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        built = {path.stem for path in parts_of(tmp_path)}
+        missing = [name for name in map(str, range(1, parts + 1)) if name not in built]
+        name = draw.choice(missing) if missing and draw.random() < 0.5 else "c"
+        moment = draw.randint(1, MOMENTS - (name != "c"))
+        delay = draw.choice([0, draw.uniform(0, 0.02)])
+        with building(places, build) as process:
+            plan.write_text(f"{name} {moment} {delay} {process.pid}")
+            assert process.wait() == -signal.SIGKILL
+        plan.unlink()
+        left["finished parts"] += bool(parts_of(tmp_path))
+        left["unfinished parts"] += any(tmp_path.glob("c.parts/*/.*.tmp-*"))
+        left["unfinished whole"] += any(tmp_path.glob(".c.*.tmp-*"))
     assert command(f"{build} --overwrite")[0] == 0
     assert content(tmp_path / "c") == content(tmp_path / "whole")
-    record_property("killed", 50)
-    record_property("with parts left behind", sum(map(bool, moments)))
-    record_property("whole at the next look", done)
+    record_property("killed", KILLS)
+    for found, count in left.items():
+        record_property(f"left {found}", count)
+    for name in ("finished parts", "unfinished parts", "unfinished whole", "whole"):
+        assert left[name], left
 
 
 @contextlib.contextmanager
@@ -271,10 +292,12 @@ def wait_for(condition):
 
 
 def processes_of(session):
+    """Return the processes of a session, and those in which Ray builds a part."""
     mine = []
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(ProcessLookupError):
-            if os.getsid(int(path.name)) == session:
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            named = (path / "cmdline").read_bytes().startswith(b"ray::Job.run")
+            if named or os.getsid(int(path.name)) == session:
                 mine.append(path.name)
     return mine
 
