@@ -1,6 +1,8 @@
 """Documents: what is read, in which order, and how every bad record is named."""
 
+import gc
 import json
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -60,6 +62,26 @@ def test_bad_line_is_named_with_its_reason(tmp_path, line, message):
         next(documents)
     assert str(error.value).startswith(f"{path}:2: ")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_deep_json_runs_no_finalizer_without_room_for_its_calls(tmp_path, monkeypatch, name):
+    def finalize(*_, calls=4):
+        return calls and finalize(calls=calls - 1)
+
+    ignored = []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
+    (tmp_path / name).write_text('{"text":' * 100_000)
+    threshold = gc.get_threshold()
+    gc.callbacks.append(finalize)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(DataFileError, match="not valid JSON"):
+            list(read_documents(tmp_path / name))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(finalize)
+    assert not ignored
 
 
 def test_bad_lines_are_skipped_and_counted_only_when_asked(tmp_path):

@@ -33,6 +33,7 @@ from mt_files.reading import parse_json as parse_json
 from mt_files.reading import read_bytes as read_bytes
 from mt_files.reading import read_json as read_json
 from mt_files.reading import read_text as read_text
+from mt_files.reading import without_collection as without_collection
 from mt_files.row import STAGES as STAGES
 from mt_files.row import RowField as RowField
 from mt_files.row import Stage as Stage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -9,10 +10,12 @@ import stat
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from mt_files.error import FileError, system_error
 from mt_files.field import shorten
+
+T = TypeVar("T")
 
 _MAX_DIGITS = 40  # 2**128 has 39
 _KINDS = {
@@ -117,7 +120,8 @@ def parse_json(
     """
     text = _decode(name, content) if isinstance(content, bytes) else content
     try:
-        return json.loads(
+        return without_collection(
+            json.loads,
             text,
             parse_int=_integer,
             parse_float=_number,
@@ -128,6 +132,21 @@ def parse_json(
         raise FileError(name, "is nested too deeply to be read as JSON") from None
     except ValueError as error:
         raise FileError(name, f"is not valid JSON: {error}") from error
+
+
+def without_collection(action: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Return what an action returns that may recurse to the interpreter's limit, such as decoding.
+
+    The garbage collector waits meanwhile. At the limit it would call finalizers without room for
+    their calls, and Python would print each as an ignored RecursionError.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return action(*arguments, **options)
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def _checked(path: str | Path, within: str | Path | None) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, get_args
 
-from mt_files import listed, shorten
+from mt_files import listed, shorten, without_collection
 
 from mt_data.documents.parts import Part, cut, digest_of
 from mt_data.documents.records import (
@@ -208,7 +208,7 @@ def _is_cut_by_lines(source: SourceFile, *, format: Format) -> bool:
 
 def _parse(content: str, where: str) -> object:
     try:
-        return DECODER.decode(content)
+        return without_collection(DECODER.decode, content)
     except json.JSONDecodeError as error:
         problem = f"not valid JSON: {error.msg} at character {error.pos + 1}"
         raise DataFileError(where, problem) from None

@@ -11,7 +11,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
-from mt_files import listed, require, shorten
+from mt_files import listed, require, shorten, without_collection
 
 from mt_data.documents.source import SourceFile
 from mt_data.error import DataError, DataFileError
@@ -158,7 +158,7 @@ class _Values:
     def _value(self) -> object:
         while True:
             try:
-                value, self._at = DECODER.raw_decode(self._buffer, self._at)
+                value, self._at = without_collection(DECODER.raw_decode, self._buffer, self._at)
             except json.JSONDecodeError as error:
                 near = error.pos >= len(self._buffer) - _TAIL
                 if (near or error.msg.startswith("Unterminated")) and self._more():
