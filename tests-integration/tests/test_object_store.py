@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import shutil
@@ -10,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mt_testing import KillAt, RankDied
+from mt_files import ObjectStore
+from mt_testing import KillAt, RankDied, unsteady_store
 
-sys.path.append(str(Path(__file__).parents[2] / "packages/mt-data/tests"))
-from unsteady import failing, moto, unsteady, variables
+if TYPE_CHECKING:
+    from mt_testing import UnsteadyStore
 
 OPTIONS = ("training.steps=12", "checkpoint.every=2")
 TEMPLATE = """\
@@ -52,28 +53,29 @@ def folder(tiny, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder) -> Iterator[int]:
+def server(folder) -> Iterator[UnsteadyStore]:
     """Run a server whose bucket has the folder's files."""
-    with moto() as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
+    with unsteady_store() as proxy, pytest.MonkeyPatch.context() as patch:
+        for name, value in proxy.variables.items():
+            patch.setenv(name, value)
+        bucket = ObjectStore("s3://bucket")
         for file in folder.rglob("*.*"):
-            connection.request("PUT", f"/bucket/{file.relative_to(folder)}", file.read_bytes())
-            connection.getresponse().read()
-        connection.close()
-        yield port
+            bucket.put(str(file.relative_to(folder)), file.read_bytes())
+        yield proxy
 
 
 @pytest.fixture
-def store(server) -> Iterator:
-    """Run a proxy before the server, which fails requests."""
-    with unsteady(server) as proxy:
-        yield proxy
+def store(server) -> Iterator[UnsteadyStore]:
+    """Return the server, of which a test lets requests fail."""
+    server.faults = 0
+    yield server
+    server.fault = None
 
 
 @pytest.fixture
 def surroundings(store, tmp_path) -> dict[str, str]:
     """Return the variables by which a run finds the proxy, with a new home for copies."""
-    return {**variables(store), "HOME": str(tmp_path / "home")}
+    return {**store.variables, "HOME": str(tmp_path / "home")}
 
 
 def options(kind: str, root: object, tiny, folder: Path) -> list[str]:
@@ -114,7 +116,8 @@ def test_a_run_that_is_killed_ends_in_the_bits_of_local_files(
 ) -> None:
     out, local = tmp_path / "run", tmp_path / "local"
     train(tiny, local, options(kind, folder, tiny, folder))
-    store.fault, stored = failing(KINDS[kind]), options(kind, "s3://bucket", tiny, folder)
+    stored = options(kind, "s3://bucket", tiny, folder)
+    store.fail_some(KINDS[kind], seed=0)
     with pytest.raises(RankDied):
         train(tiny, out, stored, surroundings, KillAt("train.update", rank=0, nth=6))
     train(tiny, out, stored, surroundings)
@@ -132,13 +135,13 @@ def test_a_run_that_is_killed_ends_in_the_bits_of_local_files(
 def test_one_message_names_object_and_cause(
     kind, name, fault, tiny, folder, store, surroundings, tmp_path
 ) -> None:
-    store.fault = lambda request: (
-        fault if request.command == "GET" and request.path.endswith(name) else None
+    store.fault = lambda method, path: (
+        fault if method == "GET" and path.partition("?")[0].endswith(name) else None
     )
     command = tiny.command(tmp_path / "run", *options(kind, "s3://bucket", tiny, folder))
     failed = said(command, surroundings)
     assert failed.returncode in (1, 2)
-    assert f"s3://bucket/{name}: can't be read, after 8 tries: " in failed.stderr
+    assert f"s3://bucket/{name}: the store fails, after 8 tries: " in failed.stderr
     assert "Traceback" not in failed.stderr
     assert len(failed.stderr) < 1000
 
@@ -158,7 +161,7 @@ def test_a_build_has_the_bytes_of_one_from_local_files(
 ) -> None:
     command = [sys.executable, "-c", "from mt_data.cli import main; main()", "build"]
     options = ["--tokenizer", tiny.config.parent / "data/tokenizer.json", "--parts", "3"]
-    store.fault = failing(0.3)
+    store.fail_some(0.3, seed=0)
     for root, name in ((folder, "local"), ("s3://bucket", "stored")):
         source = f"{root}/raw/*.jsonl"
         built = said([*command, source, *options, "--out", tmp_path / name], surroundings)

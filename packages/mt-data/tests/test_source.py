@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mt_data import DataError, DataFileError, read_documents
 from mt_data.documents import reader as reader_module
 from mt_data.documents import records as records_module
+from mt_data.documents.source import _matches
 from mt_files import MissingExtraError
 
 TEXTS = ["one\n", "", 'naïve 日本 "quoted" \\ back', "x" * 300, "[{", "}]"]
@@ -269,3 +270,17 @@ def test_one_document_has_a_limit(tmp_path, monkeypatch):
     (tmp_path / "a.json").write_text(json.dumps({"text": "x" * 1000}))
     with pytest.raises(DataFileError, match="a value is longer than 100 characters"):
         texts(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "glob", "fits"),
+    [
+        ("a.txt", "**/*", True),
+        ("b/c/a.txt", "**/*.txt", True),
+        ("b/c/a.txt", "*.txt", False),
+        ("b/a.txt", "?/a.*", True),
+        ("b/c/a.txt", "b/**/a.txt", True),
+    ],
+)
+def test_globs_are_those_of_folders(path, glob, fits):
+    assert _matches(path.split("/"), glob.split("/")) is fits

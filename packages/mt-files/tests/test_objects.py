@@ -9,6 +9,7 @@ from mt_files import (
     ObjectError,
     ObjectStore,
     ObjectTries,
+    StoredObject,
     object_url,
 )
 from mt_files.folder import check_free
@@ -71,6 +72,34 @@ def test_objects_are_read_by_range_listed_and_deleted(store):
     assert store.head("a/b/1") is None
     with pytest.raises(MissingFileError, match="a/b/1: no such object"):
         store.get("a/b/1")
+
+
+def test_an_object_is_read_as_a_file_and_copied_though_answers_are_lost(store, tmp_path):
+    store.put("a", bytes(range(100)))
+    found = StoredObject(store=store, info=store.head("a"))
+    store.lost = 2
+    with found.open(first=memoryview(b"\0\1")) as file:
+        assert file.read(3) == b"\0\1\2"
+        file.seek(-3, 2)
+        assert file.read() == bytes((97, 98, 99))
+        assert file.read() == b""
+        with pytest.raises(FileError, match="before the start"):
+            file.seek(-1)
+    assert found.cached(tmp_path).read_bytes() == found.content(limit=100) == bytes(range(100))
+    with pytest.raises(ObjectError, match="a: has 100 bytes; at most 99 are read"):
+        found.content(limit=99)
+
+
+def test_an_object_is_read_in_one_version_alone(store, tmp_path):
+    store.put("a", bytes(range(100)))
+    found = StoredObject(store=store, info=store.head("a"))
+    copy = found.cached(tmp_path)
+    store.put("a", bytes(100))
+    with pytest.raises(ObjectError, match="a: has changed while it is read"):
+        found.read(0, 4)
+    assert found.cached(tmp_path) == copy  # its own version is there
+    StoredObject(store=store, info=store.head("a")).cached(tmp_path)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [bytes(100)]
 
 
 def test_a_store_that_stays_away_is_named(store):

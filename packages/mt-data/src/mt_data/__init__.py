@@ -78,9 +78,6 @@ if TYPE_CHECKING:
     from mt_data.shards import Shards as Shards
     from mt_data.shards import build_shards as build_shards
     from mt_data.shards import shard_prefix as shard_prefix
-    from mt_data.storage.objects import StoredObject as StoredObject
-    from mt_data.storage.objects import find_object as find_object
-    from mt_data.storage.objects import url_of as url_of
     from mt_data.storage.writer import IndexedWriter as IndexedWriter
 else:
     # Resolved at first use, so that an import stays light.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from mt_files import shorten
+from mt_files import find_object, object_url, shorten
 from mt_tokenizer import Encoder, Tokenizer, load_tokenizer
 from numpy.typing import NDArray
 
@@ -20,7 +20,6 @@ from mt_data.documents.split import HeldOut
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import token_dtype
 from mt_data.storage.indexed import IndexedDataset
-from mt_data.storage.objects import find_object, url_of
 from mt_data.storage.writer import IndexedWriter
 
 BATCH_DOCUMENTS = 4096
@@ -252,7 +251,7 @@ def dataset_tokenizer(
         raise DataFileError(f"{dataset.prefix}.json", f"tokenizer is {shorten(kept)}; not {KEPT}")
     if path is None:
         beside = f"{dataset.prefix}{kept}"
-        path = find_object(beside).cached() if url_of(beside) else beside
+        path = find_object(beside).cached() if object_url(beside) else beside
     eod = record.get("eod_token")
     expected = record.get("tokenizer_sha256")
     tokenizer = load_tokenizer(path, eod=eod if isinstance(eod, str) else None)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mt_files.argument import check_type as check_type
+from mt_files.argument import local_path as local_path
 from mt_files.argument import multiples_near as multiples_near
 from mt_files.argument import object_url as object_url
 from mt_files.digest import known_sha256 as known_sha256
@@ -64,6 +65,9 @@ if TYPE_CHECKING:
     from mt_files.objects import ObjectInfo as ObjectInfo
     from mt_files.objects import ObjectStore as ObjectStore
     from mt_files.objects import ObjectTries as ObjectTries
+    from mt_files.objects import StoredObject as StoredObject
+    from mt_files.objects import find_object as find_object
+    from mt_files.objects import objects_under as objects_under
     from mt_files.progress import Progress as Progress
     from mt_files.safetensors import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
     from mt_files.safetensors import SafetensorsError as SafetensorsError

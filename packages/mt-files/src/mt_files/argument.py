@@ -32,3 +32,11 @@ def object_url(path: str | os.PathLike[str]) -> str | None:
     text = str(path)
     match = _URL.match(text)
     return None if match is None else f"{match[1]}://{text[match.end() :]}"
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the path that a `file://` URL names; any other text as it is."""
+    from urllib.parse import unquote, urlsplit
+
+    text = os.fspath(path)
+    return unquote(urlsplit(text).path) if text.startswith("file:///") else text

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
 
 from mt_files.error import FileError, MissingFileError, ObjectError
 from mt_files.field import shorten
 from mt_files.later import require
+from mt_files.writing import writing
 
 T = TypeVar("T")
 
+BLOCK = 4 << 20
+_CACHE = "~/.cache/mt/objects"
 _REASON = 300
 _CREDENTIALS = "set the store's usual variables, such as AWS_ACCESS_KEY_ID and AWS_REGION"
 _PURPOSE = "an object store"
@@ -48,6 +54,11 @@ class ObjectInfo:
     size: int
     modified: float
     version: dict[str, str]
+
+    @property
+    def tag(self) -> str:
+        """The version as a text: the ETag, or the time of the last change where there is none."""
+        return self.version.get("e_tag") or str(self.modified)
 
 
 class ObjectStore:
@@ -115,18 +126,36 @@ class ObjectStore:
 
         return self._tried(path, get)
 
-    def read(self, path: str, start: int, count: int) -> memoryview:
+    def read(
+        self, path: str, start: int, count: int, version: ObjectInfo | None = None
+    ) -> memoryview:
         """Return bytes [start, start + count) of an object.
+
+        Args:
+            path: Path of the object.
+            start: The first byte.
+            count: Number of bytes.
+            version: The version to read; None reads the one that is there.
 
         Raises:
             MissingFileError: There is no such object.
+            ObjectError: It has another version, or can't be read.
         """
         if count == 0:
             return memoryview(b"")
+        options: dict[str, Any] = {"range": (start, start + count)}
+        if version is not None and version.tag.startswith('"'):
+            options["if_match"] = version.tag
 
         def read() -> memoryview:
-            found = self._library.get_range(self._store, path, start=start, length=count)
-            return _complete(memoryview(found), count)
+            try:
+                found = self._library.get(self._store, path, options=options)
+            except self._errors.PreconditionError:
+                found = None
+            if found is None or (version is not None and _info(found.meta).tag != version.tag):
+                text = "has changed while it is read; read it again from the start, and write new "
+                raise ObjectError(f"{self.url}/{path}", f"{text}data under a new name")
+            return _complete(memoryview(found.bytes()), count)
 
         return self._tried(path, read)
 
@@ -238,6 +267,147 @@ class ObjectStore:
                 reason = _first_line(error)
         text = f"the store fails, after {self._tries.count} tries: {reason}"
         raise ObjectError(url, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredObject:
+    """One version of an object, for reading.
+
+    Attributes:
+        store: The store.
+        info: The version.
+    """
+
+    store: ObjectStore
+    info: ObjectInfo
+
+    @property
+    def url(self) -> str:
+        """URL, such as `s3://bucket/corpus.bin`."""
+        return f"{self.store.url}/{self.info.path}"
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return self.info.size
+
+    @property
+    def version(self) -> str:
+        """Text that identifies the version."""
+        return self.info.tag
+
+    def read(self, start: int, count: int) -> memoryview:
+        """Return bytes [start, start + count).
+
+        Raises:
+            ObjectError: The object has changed or ends early, or can't be read.
+        """
+        return self.store.read(self.info.path, start, count, self.info)
+
+    def open(self, block: int | None = None, first: memoryview | None = None) -> BinaryIO:
+        """Open the object as a file.
+
+        Args:
+            block: Number of bytes that are read at least; None reads blocks of 4 MiB, and 0 what is
+                asked for.
+            first: The first bytes, where they are there already.
+        """
+        file = _ObjectFile(self, memoryview(b"") if first is None else first)
+        block = BLOCK if block is None else block
+        return cast("BinaryIO", io.BufferedReader(file, block) if block else file)
+
+    def content(self, *, limit: int) -> bytes:
+        """Return the whole object.
+
+        Raises:
+            ObjectError: It has more than `limit` bytes, or can't be read.
+        """
+        if self.size > limit:
+            raise ObjectError(self.url, f"has {self.size} bytes; at most {limit} are read")
+        return bytes(self.read(0, self.size))
+
+    def cached(self, folder: Path | None = None) -> Path:
+        """Return a local copy of this version, made once; copies of other versions are removed.
+
+        Args:
+            folder: Folder of the copies; by default `~/.cache/mt/objects`.
+        """
+        folder = Path(_CACHE).expanduser() if folder is None else folder
+        name = hashlib.sha256(self.url.encode()).hexdigest()[:32]
+        version = hashlib.sha256(f"{self.version} {self.size}".encode()).hexdigest()[:32]
+        copy = folder / f"{name}-{version}{Path(self.info.path).suffix}"
+        if not copy.is_file() or copy.stat().st_size != self.size:
+            folder.mkdir(parents=True, exist_ok=True)
+            with writing(copy) as file:
+                for start in range(0, self.size, BLOCK):
+                    file.write(self.read(start, min(BLOCK, self.size - start)))
+        for other in folder.glob(f"{name}-*"):
+            if other != copy:
+                other.unlink(missing_ok=True)
+        return copy
+
+
+class _ObjectFile(io.RawIOBase):
+    """The bytes of an object, some of which may be there already."""
+
+    def __init__(self, source: StoredObject, first: memoryview) -> None:
+        self._source, self._first, self._at = source, first, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._source.size}[whence]
+        if begin + offset < 0:
+            raise FileError(self._source.url, f"position {begin + offset} is before the start")
+        self._at = begin + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._source.size - self._at))
+        if self._at < len(self._first):
+            count = min(count, len(self._first) - self._at)
+            view[:count] = self._first[self._at : self._at + count]
+        else:
+            view[:count] = self._source.read(self._at, count)
+        self._at += count
+        return count
+
+
+def find_object(url: str) -> StoredObject:
+    """Find an object as it is now.
+
+    Raises:
+        MissingFileError: There is no such object.
+        ObjectError: The store does not answer, or refuses.
+        MissingExtraError: obstore is not installed.
+    """
+    store, path = _split(url)
+    if not path:
+        raise MissingFileError(url, "names no object; add its path behind the bucket")
+    if (info := store.head(path)) is None:
+        raise MissingFileError(url, "no such object or bucket")
+    return StoredObject(store=store, info=info)
+
+
+def objects_under(url: str) -> Iterator[StoredObject]:
+    """Yield the objects whose path begins with the folders of a URL, in order of their paths.
+
+    Raises:
+        ObjectError: The store does not answer, or refuses.
+    """
+    store, path = _split(url)
+    return (StoredObject(store=store, info=each) for each in store.list(path.rstrip("/")))
+
+
+def _split(url: str) -> tuple[ObjectStore, str]:
+    """Return the store of a URL, and the path in it."""
+    store = ObjectStore(url)
+    return store, url[len(store.url) :].lstrip("/")
 
 
 def _complete(content: T, size: int) -> T:

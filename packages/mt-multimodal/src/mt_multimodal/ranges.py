@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import mt_files
-from mt_data import DataFileError, find_object, url_of
+from mt_data import DataFileError
+from mt_files import find_object, object_url
 
 BLOCK = 4 << 20
 _ENDS = 1 << 16
@@ -82,9 +83,9 @@ def open_ranges(path: str | os.PathLike[str]) -> Ranges:
 
     Raises:
         FileError: There is no such file, or it is no regular one.
-        DataFileError: The store does not answer.
+        ObjectError: The store does not answer.
     """
-    url = url_of(path)
+    url = object_url(path)
     return LocalRanges(os.fspath(path)) if url is None else StoredRanges(url)
 
 

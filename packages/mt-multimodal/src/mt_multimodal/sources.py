@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import mt_files
-from mt_data import DataFileError, find_object, parse_conversation, read_lines, url_of
-from mt_files import parse_json, shorten
+from mt_data import DataFileError, parse_conversation, read_lines
+from mt_files import find_object, object_url, parse_json, shorten
 
 from mt_multimodal.decoding import ImageLimits
 from mt_multimodal.tar_index import TarIndex
@@ -195,9 +195,9 @@ class FileImages(ImageSource):
         if name.is_absolute() or ".." in name.parts or "://" in self._names[image]:
             text = f"leads out of the folder of images, {self._folder}; name files in it"
             raise DataFileError(self._names[image], text)
-        if url_of(path):
-            return find_object(path).content(limit=limits.bytes)
         try:
+            if object_url(path):
+                return find_object(path).content(limit=limits.bytes)
             return mt_files.read_bytes(path, limit=limits.bytes, within=self._folder)
         except mt_files.FileError as error:
             raise DataFileError(path, error.problem) from None

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import mt_files
 import numpy as np
-from mt_data import DataError, DataFileError, url_of
-from mt_files import FileError, parse_json
+from mt_data import DataError, DataFileError
+from mt_files import FileError, object_url, parse_json
 from numpy.typing import NDArray
 
 from mt_multimodal.ranges import Ranges, open_ranges
@@ -183,7 +183,7 @@ def _index_path(path: str, folder: str | os.PathLike[str] | None) -> Path | None
     if folder is not None:
         code = hashlib.sha256(path.encode()).hexdigest()[:16]
         return Path(folder) / f"{Path(path).name}.{code}.index"
-    return None if url_of(path) else Path(f"{path}.index")
+    return None if object_url(path) else Path(f"{path}.index")
 
 
 def _made(ranges: Ranges) -> _Arrays:

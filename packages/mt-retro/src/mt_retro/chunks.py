@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from mt_data import PADDING, DataError, DataFileError, IndexedDataset, url_of
-from mt_files import Checks, open_file, sha256_file
+from mt_data import PADDING, DataError, DataFileError, IndexedDataset
+from mt_files import Checks, object_url, open_file, sha256_file
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
@@ -172,7 +172,7 @@ class Chunks:
         """
         dataset = self.dataset
         if width not in self._views:
-            is_whole = url_of(dataset.prefix) is None and dataset.num_tokens >= width
+            is_whole = object_url(dataset.prefix) is None and dataset.num_tokens >= width
             self._views[width] = self._mapped_runs(width) if is_whole else None
         return self._views[width]
 
@@ -210,7 +210,7 @@ def data_digest(dataset: IndexedDataset) -> str:
     """
     if (dataset.metadata() or {}).get("bin_sha256") is not None:
         return dataset.fingerprint
-    if url_of(dataset.prefix) is not None:
+    if object_url(dataset.prefix) is not None:
         raise DataFileError(
             f"{dataset.prefix}.json",
             "not found, so nothing tells whether the tokens change; write the dataset anew with "

@@ -36,6 +36,7 @@ class UnsteadyStore(ThreadingHTTPServer):
             carried out. `cut`: half of the answer's body comes. `drop`: it is carried out, and no
             answer comes.
         requests: Method and path of each request so far.
+        faults: Number of requests that failed.
         sent: Number of bytes in the bodies of its answers so far.
     """
 
@@ -46,7 +47,7 @@ class UnsteadyStore(ThreadingHTTPServer):
         self.behind = port
         self.fault: Callable[[str, str], str | None] | None = None
         self.requests: list[tuple[str, str]] = []
-        self.sent = 0
+        self.faults = self.sent = 0
         self.turn = threading.Lock()
 
     @property
@@ -77,6 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length") or 0)) or None
         server.requests.append((self.command, self.path))
         fault = server.fault(self.command, self.path) if server.fault else None
+        server.faults += fault is not None
         if fault == "refuse":
             self._fail()
             return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
-from mt_files import FileError, MissingFileError, ObjectStore
+from mt_files import FileError, MissingFileError, ObjectStore, StoredObject
 
 from mt_ckpt.disk import Disk, disk_errors
 
@@ -56,12 +55,11 @@ class StoreDisk(Disk):
         del within  # no object is a link
         if not parts:
             first, info = self.store.start(key_of(path), BLOCK_BYTES)
-            file = _ObjectFile(self.store, key_of(path), info.size, first)
-            return cast("BinaryIO", io.BufferedReader(file, BLOCK_BYTES)), info.size
+            return StoredObject(store=self.store, info=info).open(BLOCK_BYTES, first), info.size
         info = self.store.head(key_of(path))
         if info is None:
             raise MissingFileError(str(path), "no such object")
-        return cast("BinaryIO", _ObjectFile(self.store, key_of(path), info.size)), info.size
+        return StoredObject(store=self.store, info=info).open(0), info.size
 
     def read(self, path: Path, *, limit: int, within: Path) -> bytes:
         """Return the content of an object of at most `limit` bytes."""
@@ -106,37 +104,6 @@ class StoreDisk(Disk):
         """Delete all objects below a path."""
         with disk_errors("remove", path):
             self.store.delete([info.path for info in self.store.list(key_of(path))])
-
-
-class _ObjectFile(io.RawIOBase):
-    """The bytes of an object, read by range; some from its start may be there already."""
-
-    def __init__(
-        self, store: ObjectStore, key: str, size: int, first: memoryview | None = None
-    ) -> None:
-        self._store, self._key, self._size, self._at = store, key, size, 0
-        self._first = memoryview(b"") if first is None else first
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._size - self._at))
-        if self._at < len(self._first):
-            count = min(count, len(self._first) - self._at)
-            view[:count] = self._first[self._at : self._at + count]
-        else:
-            view[:count] = self._store.read(self._key, self._at, count)
-        self._at += count
-        return count
 
 
 def open_disk(url: str) -> StoreDisk:

@@ -16,7 +16,7 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
-from mt_files import Progress, UserError, require, say
+from mt_files import Progress, UserError, local_path, object_url, require, say
 from mt_tokenizer import Tokenizer
 
 from mt_data.commands.building import Built, Recipe, Skipped
@@ -26,7 +26,6 @@ from mt_data.documents.source import STANDARD_INPUT
 from mt_data.error import DataError
 from mt_data.merge import merge_datasets
 from mt_data.storage.indexed import IndexedDataset
-from mt_data.storage.objects import local_path, url_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,8 @@ def build_in_parts(
         raise DataError("standard input can't be read in parts; give files")
     if whole.workers < 1:
         raise DataError(f"--workers is {whole.workers}; it must be at least 1")
-    local = (source if url_of(source) else local_path(source) for source in whole.sources)
-    sources = tuple(source if url_of(source) else os.path.abspath(source) for source in local)
+    local = (source if object_url(source) else local_path(source) for source in whole.sources)
+    sources = tuple(source if object_url(source) else os.path.abspath(source) for source in local)
     folder = parts_folder(whole.out)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):

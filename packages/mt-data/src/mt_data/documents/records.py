@@ -11,7 +11,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, BinaryIO, Literal, TypeAlias, cast
 
-from mt_files import listed, require, shorten, without_collection
+from mt_files import FileError, listed, require, shorten, without_collection
 
 from mt_data.documents.source import SourceFile
 from mt_data.error import DataError, DataFileError
@@ -204,7 +204,7 @@ def _rows(
                 for row in batch.slice(start, _ROWS).to_pylist():
                     number += 1
                     yield number, row
-    except DataError:
+    except (DataError, FileError):
         raise
     except Exception as error:  # noqa: BLE001 - the library raises several kinds
         reason = str(error)[:_REASON] or type(error).__name__

@@ -12,16 +12,18 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, cast
 
 import mt_files
-from mt_files import listed, require, shorten
-
-from mt_data.error import DataError, DataFileError
-from mt_data.storage.objects import (
+from mt_files import (
     StoredObject,
     find_object,
+    listed,
     local_path,
+    object_url,
     objects_under,
-    url_of,
+    require,
+    shorten,
 )
+
+from mt_data.error import DataError, DataFileError
 
 STANDARD_INPUT = "-"
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
@@ -193,7 +195,7 @@ def _find(source: Source, glob: str, *, alone: bool) -> Iterator[SourceFile]:
 
     name = local_path(source)
     path = Path(name)
-    if (url := url_of(name)) is not None:
+    if (url := object_url(name)) is not None:
         yield from _in_store(url, glob)
     elif name == STANDARD_INPUT:
         yield SourceFile(path=None, name="standard input")
@@ -286,6 +288,8 @@ def decompressed(file: BinaryIO, name: str) -> Iterator[BinaryIO]:
     reader, errors = _decompressor(file, ending, name)
     try:
         yield cast("BinaryIO", reader)
+    except mt_files.FileError:  # of a store
+        raise
     except (EOFError, *errors) as error:
         problem = f"cannot be decompressed: {error or 'it ends early'}"
         raise DataFileError(name, problem) from None

@@ -9,15 +9,15 @@ from functools import partial
 
 import mt_files
 import numpy as np
-from mt_files import shorten
+from mt_files import find_object, local_path, object_url, shorten
 from numpy.typing import NDArray
 
 from mt_data.error import DataError, DataFileError
 from mt_data.storage.index import read_index
-from mt_data.storage.objects import BLOCK, find_object, local_path, url_of
 from mt_data.storage.tokens import TokenBytes, TokenFile, TokenObject
 
 MAX_RECORD = 1 << 20
+BLOCK = 4 << 20
 
 
 class IndexedDataset:
@@ -65,7 +65,7 @@ class IndexedDataset:
         self.index_path = f"{self.prefix}.idx"
         self.token_path = f"{self.prefix}.bin"
         self._kept: tuple[object] | None = None
-        self._remote = url_of(self.prefix) is not None
+        self._remote = object_url(self.prefix) is not None
         if self._remote:
             index = find_object(self.index_path).cached()
             cache = index.with_name("digests.json")
@@ -263,8 +263,8 @@ def check_prefix(prefix: str | os.PathLike[str], *, writes: bool = False) -> str
         prefix: A path, or a URL of an object store.
         writes: Whether a dataset is to be written, which goes to a disk only.
     """
-    text = url_of(prefix) or local_path(prefix)
-    if writes and url_of(prefix) is not None:
+    text = object_url(prefix) or local_path(prefix)
+    if writes and object_url(prefix) is not None:
         text = f"{text} is in an object store; write to a local disk and copy the files there, the "
         raise DataError(text + ".idx last")
     if text.endswith((".bin", ".idx")):

@@ -9,9 +9,9 @@ import weakref
 from typing import Protocol
 
 import mt_files
+from mt_files import StoredObject
 
 from mt_data.error import DataFileError
-from mt_data.storage.objects import StoredObject
 
 
 class TokenBytes(Protocol):
@@ -103,7 +103,7 @@ class TokenObject:
         """Fill a view with the bytes from `offset` on.
 
         Raises:
-            DataFileError: The object has changed, or can't be read.
+            ObjectError: The object has changed, or can't be read.
         """
         view[:] = self._stored.read(offset, len(view))
 

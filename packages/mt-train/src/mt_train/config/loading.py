@@ -389,9 +389,7 @@ class _Paths:
 
     def _prefix(self, field: str, text: str, endings: tuple[str, ...]) -> str:
         """Resolve a path of data, which may be a URL of an object store; a run opens it."""
-        from mt_data import url_of
-
-        return url_of(text) or self._resolve(field, text, endings)
+        return object_url(text) or self._resolve(field, text, endings)
 
     def _resolve(self, field: str, text: str, suffixes: tuple[str, ...] = ("",)) -> str:
         by_hand = self._document.place(field).startswith(COMMAND_LINE)
