@@ -41,7 +41,7 @@ def learnt(dataset, tokenizer, index):
     row = dataset.row(index)
     documents = row.get("documents", np.zeros(dataset.sequence_length))
     found = []
-    for number in range(len(dataset.conversations(index))):
+    for number in range(len(dataset.items(index))):
         labels = row["labels"][documents == number]
         found.append(tokenizer.decode(labels[labels != PADDING]))
     return found
@@ -58,10 +58,10 @@ def test_every_form_of_a_line_is_learnt(tmp_path, tokenizer, template):
         {"prompt": "one", "completion": " two"},
     )
     dataset = ChatDataset(path, tokenizer, template, sequence_length=64, packing="none")
-    found = {dataset.conversations(n)[0]: learnt(dataset, tokenizer, n) for n in range(4)}
+    found = {dataset.items(n)[0]: learnt(dataset, tokenizer, n) for n in range(4)}
     answer = ["two<|im_end|>"]
     assert found == {0: answer, 1: answer, 2: answer, 3: [" two<|eod|>"]}
-    row = next(dataset.row(n) for n in range(4) if dataset.conversations(n) == [3])
+    row = next(dataset.row(n) for n in range(4) if dataset.items(n) == [3])
     prompt = tokenizer.encode_prompt("one")
     assert row["tokens"][: len(prompt)].tolist() == prompt
     assert dataset.report.conversations == len(dataset) == 4
@@ -72,7 +72,7 @@ def test_labels_weights_and_places_are_those_of_each_conversation(tmp_path, toke
     dataset = ChatDataset(path, tokenizer, template, sequence_length=64)
     row = dataset.row(0)
     assert len(dataset) == 1
-    for number, each in enumerate(dataset.conversations(0)):
+    for number, each in enumerate(dataset.items(0)):
         ids, trained = template.render(json.loads(path.read_text().splitlines()[each])["messages"])
         own = row["documents"] == number
         assert row["tokens"][own].tolist() == ids[:-1]
@@ -148,7 +148,7 @@ def test_each_conversation_of_an_epoch_comes_once_whatever_was_read_before(
     path = write(tmp_path / "a.jsonl", *talks)
     how = {"sequence_length": 40, "packing": packing, "seed": 7}
     dataset, other = (SmallWindows(path, tokenizer, template, **how) for _ in range(2))
-    rows = [dataset.conversations(n) for n in range(150)]
+    rows = [dataset.items(n) for n in range(150)]
     found, at = [], 0
     for _ in range(2):
         epoch: list[int] = []
@@ -158,6 +158,6 @@ def test_each_conversation_of_an_epoch_comes_once_whatever_was_read_before(
         assert sorted(epoch) == list(range(50))
         found.append(epoch)
     assert found[0] != found[1]
-    assert other.conversations(at - 1) == rows[at - 1]  # another was asked for nothing before
+    assert other.items(at - 1) == rows[at - 1]  # another was asked for nothing before
     assert other.fingerprint == dataset.fingerprint
     assert other.fingerprint != SmallWindows(path, tokenizer, template, **{**how, "seed": 8})

@@ -51,7 +51,7 @@ def test_packed_rows_have_each_conversation_once_with_its_images(tar, template, 
     first = np.cumsum([0, *(images for images, _, _ in talks)])
     seen = []
     for index in range(len(data)):
-        row, talks_here = data.row(index), data.conversations(index)
+        row, talks_here = data.row(index), data.items(index)
         seen += talks_here
         numbers = [n for talk in talks_here for n in range(first[talk], first[talk + 1])]
         assert row["pixel_values"].shape[0] == len(numbers)
@@ -124,7 +124,7 @@ def test_json_lines_name_the_files_of_their_images(tmp_path, template, form, mad
     )
     wanted = {0: [1, 0], 1: [2], 2: [], 3: [1]}
     for index in range(4):
-        (talk,) = data.conversations(index)
+        (talk,) = data.items(index)
         got = data.row(index)["pixel_values"]
         pixels = [form.preprocessing.pixels(made.picture(seed)) for seed in wanted[talk]]
         assert got.shape[0] == len(pixels)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from mt_files import UserError
+from mt_files import shorten as describe
 
 _LONGEST = 2000
 
@@ -36,6 +39,14 @@ def at_least(minimum: int, **sizes: int) -> None:
     for name, size in sizes.items():
         if size < minimum:
             raise DataError(f"{name} is {size}; it must be at least {minimum}")
+
+
+def one_of(kind: object, **values: object) -> None:
+    """Refuse values that are none of a `Literal`; the error has the name."""
+    for name, value in values.items():
+        if value not in get_args(kind):
+            choices = ", ".join(get_args(kind))
+            raise DataError(f"{name} is {describe(value)}; choose one of {choices}")
 
 
 def shorten(text: str, length: int) -> str:

@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 import numpy as np
 from mt_data import (
-    ChatPacking,
     ChatReader,
     Conversation,
     DataError,
     DataFileError,
     RenderedRows,
+    RowPacking,
     TooLong,
     chat_fields,
 )
@@ -128,7 +128,7 @@ class ImageTextDataset(RenderedRows):
         form: ImageForm,
         *,
         sequence_length: int,
-        packing: ChatPacking = "best-fit",
+        packing: RowPacking = "best-fit",
         too_long: TooLong = "refuse",
         seed: int = 0,
     ) -> None:
@@ -192,7 +192,7 @@ class ImageTextDataset(RenderedRows):
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return row `index` in the endless stream of epochs."""
         row = dict(super().row(index))
-        numbers = [each for talk in self.conversations(index) for each in self._owners[talk]]
+        numbers = [each for talk in self.items(index) for each in self._owners[talk]]
         return _Row(row, self, numbers)
 
     def pixel_values(self, numbers: Sequence[int]) -> NDArray[np.float32]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 from mt_files import RowField
@@ -15,14 +13,10 @@ from mt_tokenizer import ChatTemplate, Rendered, Tokenizer
 from numpy.typing import NDArray
 
 from mt_data.datasets.gpt import PADDING
-from mt_data.datasets.identity import digest_of
-from mt_data.datasets.packing import PackedOrder
-from mt_data.datasets.row_dataset import RowDataset
+from mt_data.datasets.packed_rows import PackedRows, RowPacking
 from mt_data.documents.chat import ChatReader, TooLong
-from mt_data.documents.conversations import read_lines
-from mt_data.error import DataError, at_least
-
-ChatPacking: TypeAlias = Literal["best-fit", "none"]
+from mt_data.documents.conversations import digested_lines
+from mt_data.error import DataError, at_least, one_of
 
 
 @cache  # each row asks for them
@@ -46,12 +40,10 @@ def chat_fields(*, packed: bool, weighted: bool = False) -> tuple[RowField, ...]
     return tuple(fields)
 
 
-class RenderedRows(RowDataset):
+class RenderedRows(PackedRows):
     """Rows of whole conversations that are tokens already, with the weights of their labels.
 
-    With `packing="best-fit"` the conversations of an epoch are shuffled and taken in windows, whose
-    conversations fill rows by best fit: attention, positions and labels stay within each. The rows
-    of a window follow from seed, epoch and window alone. With `"none"` a row is one conversation.
+    Attention, positions and labels of a packed row stay within each conversation.
 
     Args:
         conversations: Tokens of each conversation, 2 to `sequence_length` + 1, with the weight of
@@ -62,27 +54,23 @@ class RenderedRows(RowDataset):
         identity: Everything else that decides the rows, as JSON values.
 
     Attributes:
-        window: Number of conversations that are packed together.
         is_weighted: Whether the rows have `label_weights`.
 
     Raises:
         DataError: There is no conversation, or an argument is wrong.
     """
 
-    window: ClassVar[int] = 4096
-
     def __init__(
         self,
         conversations: Iterable[Rendered],
         *,
         sequence_length: int,
-        packing: ChatPacking,
+        packing: RowPacking,
         seed: int,
         identity: Mapping[str, object],
     ) -> None:
         at_least(1, sequence_length=sequence_length)
-        if packing not in get_args(ChatPacking):
-            raise DataError(f"packing is {packing!r}; choose 'best-fit' or 'none'")
+        one_of(RowPacking, packing=packing)
         self.sequence_length = sequence_length
         self.packing = "documents" if packing == "best-fit" else "none"
         ids: list[NDArray[np.int32]] = []
@@ -95,16 +83,14 @@ class RenderedRows(RowDataset):
         self._ends = np.cumsum([len(row) for row in ids])
         self._ids, self._weights = np.concatenate(ids), np.concatenate(weights)
         self.is_weighted = bool(np.any((self._weights != 0) & (self._weights != 1)))
-        size = sequence_length if packing == "best-fit" else None
-        how = {"window": self.window, "seed": operator.index(seed)}
-        self._identity = {
-            **identity,
-            "sequence_length": sequence_length,
-            "packing": packing,
-            **how,
-        }
-        lengths = np.diff(self._ends, prepend=0) - 1
-        self._order = PackedOrder(lengths, size, **how, name="conversations")
+        self._pack(
+            np.diff(self._ends, prepend=0) - 1,
+            sequence_length,
+            packing=packing,
+            seed=seed,
+            name="conversations",
+            identity={**identity, "sequence_length": sequence_length},
+        )
 
     @property
     def fields(self) -> tuple[RowField, ...]:
@@ -116,19 +102,10 @@ class RenderedRows(RowDataset):
         """Number of tokens in an epoch."""
         return len(self._ids)
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the data and of everything that decides rows and their order."""
-        return digest_of(self._identity)
-
-    def __len__(self) -> int:
-        """Return the number of rows of the first epoch; another may have a few more or less."""
-        return len(self._order)
-
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return row `index` in the endless stream of epochs."""
         row, at = self.empty(), 0
-        for number, talk in enumerate(self.conversations(index)):
+        for number, talk in enumerate(self.items(index)):
             begin, end = self._place(talk)
             size = end - begin - 1
             here = slice(at, at + size)
@@ -141,10 +118,6 @@ class RenderedRows(RowDataset):
                 row["documents"][here], row["positions"][here] = number, np.arange(size)
             at += size
         return row
-
-    def conversations(self, index: int) -> list[int]:
-        """Return the numbers of the conversations of row `index`, in the order of the files."""
-        return self._order.items(index)
 
     def _place(self, talk: int) -> tuple[int, int]:
         return (int(self._ends[talk - 1]) if talk else 0), int(self._ends[talk])
@@ -193,7 +166,7 @@ class ChatDataset(RenderedRows):
         template: ChatTemplate | None = None,
         *,
         sequence_length: int,
-        packing: ChatPacking = "best-fit",
+        packing: RowPacking = "best-fit",
         too_long: TooLong = "refuse",
         seed: int = 0,
     ) -> None:
@@ -217,15 +190,9 @@ class ChatDataset(RenderedRows):
     def _read(
         self, reader: ChatReader, sources: Sequence[str | os.PathLike[str]]
     ) -> Iterator[Rendered]:
-        for each in sources:
-            yield from reader.read(self._digested(each))
+        yield from reader.read(digested_lines(sources, self._data))
         if not reader.report.conversations:
             raise DataError(f"{', '.join(map(str, sources))}: has nothing to learn; {self._left()}")
-
-    def _digested(self, source: str | os.PathLike[str]) -> Iterable[tuple[str, bytes]]:
-        for where, line in read_lines(source):
-            self._data.update(line + b"\n")
-            yield where, line
 
     def _left(self) -> str:
         report = self.report

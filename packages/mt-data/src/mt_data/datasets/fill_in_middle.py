@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from mt_files import Checks
 from mt_tokenizer import Tokenizer
 from numpy.typing import NDArray
 
 from mt_data.datasets.gpt import GPTDataset, TokenSource
 from mt_data.datasets.identity import random_bits
+from mt_data.datasets.middle import FillInMiddle
 from mt_data.datasets.special_ids import special_ids
 from mt_data.error import DataError
 
 _PROBES = ("a", " B\n\n\t\u00e9")  # no letter may change, and no space may come before
-
-
-@dataclass(frozen=True, kw_only=True)
-class FillInMiddle:
-    """The share and the form of texts whose middle is to be filled in (Bavarian et al., 2022).
-
-    Attributes:
-        rate: Share of the texts that are cut in three; the others stay as they are.
-        spm_rate: Share of these in the order suffix, prefix, middle (SPM); the others have prefix,
-            suffix, middle (PSM).
-        prefix: Name of the special token before the prefix, and before all three.
-        suffix: Name of the one before the suffix.
-        middle: Name of the one behind which the middle is to be written.
-    """
-
-    rate: float = 0.5
-    spm_rate: float = 0.5
-    prefix: str = "<|fim_prefix|>"
-    suffix: str = "<|fim_suffix|>"
-    middle: str = "<|fim_middle|>"
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.at_least(0, "rate", "spm_rate")
-        checks.at_most(1, "rate", "spm_rate")
-        checks.done()
 
 
 class FillInMiddleDataset(GPTDataset):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mt_data.error import DataError, at_least
+from mt_data.error import DataError, at_least, one_of
 
 Spans: TypeAlias = Literal["none", "geometric", "ngrams"]
 _RATIO = 0.8  # 1 - p with SpanBERT's p = 0.2
@@ -41,8 +41,7 @@ class Masking:
     longest: int = 10
 
     def __post_init__(self) -> None:
-        if self.spans not in get_args(Spans):
-            raise DataError(f"spans is {self.spans!r}; choose one of {', '.join(get_args(Spans))}")
+        one_of(Spans, spans=self.spans)
         at_least(1, longest=self.longest)
         if not 0 < self.fraction <= 1:
             raise DataError(f"fraction is {self.fraction}; it must lie above 0 and be at most 1")

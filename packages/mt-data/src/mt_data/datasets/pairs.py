@@ -6,26 +6,23 @@ import hashlib
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 from mt_files import RowField
 from mt_tokenizer import Tokenizer, TokenizerError
 from numpy.typing import NDArray
 
-from mt_data.datasets.identity import digest_of
-from mt_data.datasets.packing import PackedOrder
-from mt_data.datasets.row_dataset import RowDataset
+from mt_data.datasets.packed_rows import PackedRows, RowPacking
 from mt_data.datasets.spans import span_fields
 from mt_data.documents.chat import TooLong
-from mt_data.documents.conversations import parse_conversation, read_lines
-from mt_data.error import DataError, DataFileError, at_least
+from mt_data.documents.conversations import digested_lines, parse_conversation
+from mt_data.error import DataError, DataFileError, at_least, one_of
 
-PairPacking: TypeAlias = Literal["best-fit", "none"]
 _Tokens: TypeAlias = NDArray[np.int32]
 
 
-class PairDataset(RowDataset):
+class PairDataset(PackedRows):
     """Rows of prompts for an encoder and of completions for a decoder.
 
     A line of JSON has `prompt` and `completion`, two texts, each of which the end-of-document token
@@ -46,7 +43,6 @@ class PairDataset(RowDataset):
         seed: Seed of the order.
 
     Attributes:
-        window: Number of pairs that are packed together.
         num_dropped: Number of pairs that were left out.
         num_cut: Number of pairs that were cut.
 
@@ -60,8 +56,6 @@ class PairDataset(RowDataset):
           and `positions`, its place in the pair; int64
     """
 
-    window: ClassVar[int] = 4096
-
     def __init__(
         self,
         source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
@@ -69,45 +63,42 @@ class PairDataset(RowDataset):
         *,
         lengths: tuple[int, int],
         start: int = 0,
-        packing: PairPacking = "best-fit",
+        packing: RowPacking = "best-fit",
         too_long: TooLong = "refuse",
         seed: int = 0,
     ) -> None:
         self.sequence_length, self.decoder_length = lengths
         at_least(2, sequence_length=self.sequence_length, decoder_length=self.decoder_length)
-        for name, value, kind in (
-            ("packing", packing, PairPacking),
-            ("too_long", too_long, TooLong),
-        ):
-            if value not in get_args(kind):
-                raise DataError(f"{name} is {value!r}; choose one of {', '.join(get_args(kind))}")
+        one_of(RowPacking, packing=packing)
+        one_of(TooLong, too_long=too_long)
         self.packing, self.start = "documents", operator.index(start)
         self.num_dropped = self.num_cut = 0
         self._tokenizer, self._too_long = tokenizer, too_long
         sources = [source] if isinstance(source, str | os.PathLike) else list(source)
         data = hashlib.sha256()
         self._pairs: list[tuple[_Tokens, _Tokens]] = []
-        for each in sources:
-            for where, line in read_lines(each):
-                data.update(line + b"\n")
-                if (pair := self._read(where, line)) is not None:
-                    self._pairs.append(pair)
+        for where, line in digested_lines(sources, data):
+            if (pair := self._read(where, line)) is not None:
+                self._pairs.append(pair)
         if not self._pairs:
             left = f"{self.num_dropped} are too long"
             raise DataError(f"{', '.join(map(str, sources))}: has no pairs to learn; {left}")
-        how = {"window": self.window, "seed": operator.index(seed), "name": "pairs"}
-        size = self._room if packing == "best-fit" else None
-        self._order = PackedOrder(np.array([*map(self._length, self._pairs)]), size, **how)
-        self._identity = {
-            "rows": "pairs",
-            "data": data.hexdigest(),
-            "tokenizer": tokenizer.sha256,
-            "sizes": list(lengths),
-            "start": self.start,
-            "packing": packing,
-            "too_long": too_long,
-            **how,
-        }
+        self._pack(
+            [*map(self._length, self._pairs)],
+            self._room,
+            packing=packing,
+            seed=seed,
+            name="pairs",
+            identity={
+                "rows": "pairs",
+                "name": "pairs",
+                "data": data.hexdigest(),
+                "tokenizer": tokenizer.sha256,
+                "sizes": list(lengths),
+                "start": self.start,
+                "too_long": too_long,
+            },
+        )
 
     def _read(self, where: str, line: bytes) -> tuple[_Tokens, _Tokens] | None:
         """Return the tokens of a line; None for one that is dropped."""
@@ -159,19 +150,10 @@ class PairDataset(RowDataset):
         """Number of tokens in an epoch."""
         return sum(len(source) + len(target) for source, target in self._pairs)
 
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the data and of everything that decides rows and their order."""
-        return digest_of(self._identity)
-
-    def __len__(self) -> int:
-        """Return the number of rows of the first epoch; another may have a few more or less."""
-        return len(self._order)
-
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return row `index` in the endless stream of epochs."""
         row, read, written = self.empty(), 0, 0
-        for number, item in enumerate(self._order.items(index)):
+        for number, item in enumerate(self.items(index)):
             source, target = self._pairs[item]
             asked = slice(read, read + len(source))
             answer = slice(written, written + len(target))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from mt_tokenizer import (
     ChatError,
@@ -16,7 +16,7 @@ from mt_tokenizer import (
 )
 
 from mt_data.documents.conversations import Conversation, parse_conversation
-from mt_data.error import DataError, DataFileError
+from mt_data.error import DataFileError, one_of
 
 TooLong: TypeAlias = Literal["refuse", "drop", "cut"]
 
@@ -69,9 +69,7 @@ class ChatReader:
         size: int | None = None,
         too_long: TooLong = "refuse",
     ) -> None:
-        if too_long not in get_args(TooLong):
-            choices = ", ".join(get_args(TooLong))
-            raise DataError(f"too_long is {too_long!r}; choose one of {choices}")
+        one_of(TooLong, too_long=too_long)
         self.tokenizer, self.template = tokenizer, template
         self.report = ChatReport()
         self._size, self._too_long = size, too_long

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mt_files import FileError, listed, parse_json, shorten
 
 from mt_data.documents.records import format_of, read_records
 from mt_data.documents.source import decompressed, find_files
 from mt_data.error import DataFileError
+
+if TYPE_CHECKING:
+    from hashlib import _Hash as Hash
 
 # ShareGPT's names of roles.
 _ROLES = {
@@ -65,6 +68,16 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
             for number, record in read_records(content, source, kind, columns=_COLUMNS):
                 where = f"{source.name}:{number}"
                 yield where, record if isinstance(record, bytes) else _as_line(where, record)
+
+
+def digested_lines(
+    sources: Iterable[str | os.PathLike[str]], digest: Hash
+) -> Iterator[tuple[str, bytes]]:
+    """Yield the records of several files as `read_lines` does, and update a digest with them."""
+    for source in sources:
+        for where, line in read_lines(source):
+            digest.update(line + b"\n")
+            yield where, line
 
 
 def _as_line(where: str, record: object) -> bytes:

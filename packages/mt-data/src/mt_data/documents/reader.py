@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import BinaryIO
 
 from mt_files import listed, shorten, without_collection
 
@@ -22,7 +22,7 @@ from mt_data.documents.records import (
     read_records,
 )
 from mt_data.documents.source import COMPRESSED, Source, SourceFile, decompressed, find_files
-from mt_data.error import DataError, DataFileError
+from mt_data.error import DataError, DataFileError, one_of
 
 MAX_TEXT = 1 << 31
 OnError = Callable[[DataFileError], None]
@@ -95,10 +95,8 @@ def read_documents(
         DataFileError: A line or file cannot be read; names the file, the line and the reason.
         FileNotFoundError: There is no such file or folder.
     """
-    if encoding_errors not in get_args(EncodingErrors):
-        raise DataError(f"encoding_errors is {encoding_errors!r}; choose 'strict' or 'replace'")
-    if format not in get_args(Format):
-        raise DataError(f"format is {shorten(format)}; choose one of {', '.join(get_args(Format))}")
+    one_of(EncodingErrors, encoding_errors=encoding_errors)
+    one_of(Format, format=format)
     policy = _Policy(key=key, encoding_errors=encoding_errors, on_error=on_error)
     # The files are found here and not in the iterator, so that a wrong path fails at the call.
     files = find_files(source, glob)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
-from mt_files import Checks, RowField, shorten
+from mt_data import FillInMiddle
+from mt_files import Checks, RowField
 
 from mt_train.config.kinds.section import DataSection, HeldOutRows, Sources, packing_misfits
 
@@ -26,41 +27,6 @@ if TYPE_CHECKING:
     from mt_model import ModelConfig
 
     from mt_train.config.run_config import RunConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class FillInMiddleSection:
-    """Texts of which a model learns to write the middle, and the special tokens for it.
-
-    Attributes:
-        rate: Share of the texts that are cut in three; the others stay as they are.
-        spm_rate: Share of these in the order suffix, prefix, middle (SPM); the others have prefix,
-            suffix, middle (PSM).
-        prefix: The token before the prefix, and before all three.
-        suffix: The one before the suffix.
-        middle: The one behind which the middle is written.
-    """
-
-    rate: float = 0.5
-    spm_rate: float = 0.5
-    prefix: str = "<|fim_prefix|>"
-    suffix: str = "<|fim_suffix|>"
-    middle: str = "<|fim_middle|>"
-
-    def __post_init__(self) -> None:
-        checks = Checks(self)
-        checks.above(0, "rate")
-        checks.at_least(0, "spm_rate")
-        checks.at_most(1, "rate", "spm_rate")
-        if not checks.errors and len({*self.special}) < len(self.special):
-            text = f"prefix, suffix and middle are {', '.join(map(shorten, self.special))}; give "
-            checks.add("middle", f"{text}each of the three a token of its own")
-        checks.done()
-
-    @property
-    def special(self) -> tuple[str, ...]:
-        """The special tokens."""
-        return self.prefix, self.suffix, self.middle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +54,7 @@ class TextData(DataSection):
     split: str | None = None
     order: Literal["stable", "megatron"] = "stable"
     packing: Literal["none", "documents"] = "none"
-    fim: FillInMiddleSection | None = None
+    fim: FillInMiddle | None = None
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -187,13 +153,12 @@ class TextData(DataSection):
 
     def _samples(self, sources: Sources) -> Callable[..., GPTDataset]:
         """Return what makes the samples of a path."""
-        from mt_data import FillInMiddle, FillInMiddleDataset, GPTDataset
+        from mt_data import FillInMiddleDataset, GPTDataset
 
         if self.fim is None:
             return GPTDataset
         assert sources.tokenizer is not None, "this needs one"  # noqa: S101
-        fill = FillInMiddle(**asdict(self.fim))
-        return partial(FillInMiddleDataset, tokenizer=sources.tokenizer, fill=fill)
+        return partial(FillInMiddleDataset, tokenizer=sources.tokenizer, fill=self.fim)
 
     def held_out(self, sources: Sources) -> HeldOutRows | None:
         """Return windows over the held-out tokens: every token is a label once."""
