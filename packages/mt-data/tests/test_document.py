@@ -119,7 +119,7 @@ def test_replacing_marks_bytes_that_are_not_utf8(tmp_path):
     texts[1].encode()
     with pytest.raises(DataFileError, match=r"^a\.txt: invalid UTF-8 at byte 3 .0xff."):
         list(read_documents(tmp_path))
-    with pytest.raises(DataError, match="choose 'strict' or 'replace'"):
+    with pytest.raises(DataError, match="choose one of strict, replace"):
         read_documents(tmp_path, encoding_errors="ignore")
 
 
