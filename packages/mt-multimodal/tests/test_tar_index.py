@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from mt_data import DataFileError
-from mt_files import FileError
+from mt_files import FileError, ObjectError
 from mt_multimodal import TarIndex
 from mt_multimodal import tar_index as module
 
@@ -199,7 +199,7 @@ def test_a_tar_of_an_object_store_is_read_by_range(made, tmp_path, monkeypatch):
         assert [index.read(n) for n in (19, 3)] == [members[19][1], members[3][1]]
         assert TarIndex("s3://bucket/d/a.tar", tmp_path / "kept").fingerprint == index.fingerprint
         client.put_object(Bucket="bucket", Key="d/a.tar", Body=bytes(len(io.BytesIO(b"x").read())))
-        with pytest.raises(DataFileError, match="changed"):
+        with pytest.raises(ObjectError, match="changed"):
             index.read(0)
     finally:
         server.stop()

@@ -34,6 +34,7 @@ class Ranges(Protocol):
 
         Raises:
             DataFileError: There are fewer, or they can't be read.
+            ObjectError: The object has changed, or the store does not answer.
         """
         ...
 
