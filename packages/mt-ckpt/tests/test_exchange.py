@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import pickle
 import shutil
 import sys
@@ -155,6 +156,32 @@ def _stored_names(name: str) -> list[str]:
         "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     }
     return [name, *(name.replace(norm, linear) for norm, linear in fused.items() if norm in name)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("has_checksums", [True, False])
+def test_a_flipped_bit_of_a_tensor_is_named_where_torch_wrote_checksums(
+    tmp_path, capsys, has_checksums
+):
+    folder, tensor = tmp_path / "dcp", torch.full((4, 6), 1.25)
+    torch.serialization.set_crc32_options(has_checksums)
+    try:
+        dcp.save({"weight": tensor}, checkpoint_id=folder)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert exit_code("import", folder, tmp_path / "whole", "--from", "dcp") == 0
+    assert_same(tensors_of(tmp_path / "whole"), {"weight": tensor})
+    path = folder / "__0_0.distcp"
+    size = path.stat().st_size
+    os.truncate(path, 1 << 40)  # more than the memory, in a mapping of the whole file
+    assert exit_code("import", folder, tmp_path / "large", "--from", "dcp") == 0
+    os.truncate(path, size)
+    content = bytearray(path.read_bytes())
+    content[content.index(tensor.numpy().tobytes()) + 40] ^= 4
+    path.write_bytes(content)
+    code = exit_code("import", folder, tmp_path / "out", "--from", "dcp")
+    assert code == (2 if has_checksums else 0)
+    assert ("__0_0.distcp: 96 bytes at" in capsys.readouterr().err) == has_checksums
 
 
 class Forged:

@@ -173,7 +173,8 @@ class _Metadata:
         with open_file(self._folder / file, within=self._folder) as stream:
             if at + length > os.fstat(stream.fileno()).st_size:
                 raise ValueError(f"{shorten(file)} is shorter than {at + length} bytes")
-            view, start = _stored_view(stream, at, length, f"{shorten(file)}: {shorten(name)}")
+            where = f"{shorten(file)}: {shorten(name)}"
+            view, start, checksum = _stored_view(stream, at, length, where)
         if view.dtype != dtype or view.shape != box:
             held = f"{view.dtype} of {shorten(view.shape)}, not {dtype} of {shorten(box)}"
             raise ValueError(f"{shorten(name)}: {shorten(file)} holds {held}")
@@ -183,6 +184,7 @@ class _Metadata:
             file=file,
             start=start + view.start * dtype.itemsize,
             strides=view.strides,
+            checksum=checksum,
         )
 
 
@@ -217,8 +219,14 @@ class _Window(io.RawIOBase):
         return content
 
 
-def _stored_view(stream: BinaryIO, at: int, length: int, name: str) -> tuple[StoredView, int]:
-    """Return the tensor in an archive of `torch.save`, and where its storage starts in the file."""
+def _stored_view(
+    stream: BinaryIO, at: int, length: int, name: str
+) -> tuple[StoredView, int, tuple[int, int, int] | None]:
+    """Return the tensor in an archive of `torch.save`.
+
+    Returns:
+        The tensor, where its storage starts in the file, and the storage's checksum.
+    """
     window = _Window(stream, at, length)
     with zipfile.ZipFile(window) as archive:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -241,12 +249,16 @@ def _stored_view(stream: BinaryIO, at: int, length: int, name: str) -> tuple[Sto
         raise ValueError(f"{name} has elements that overlap")
     if last * view.dtype.itemsize > storage.file_size or start + storage.file_size > length:
         raise ValueError(f"{name} is larger than its storage")
-    return view, at + start
+    # torch.save writes 0 if it is told to compute no checksums.
+    checksum = (at + start, storage.file_size, storage.CRC) if storage.CRC else None
+    return view, at + start, checksum
 
 
 def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str) -> bytes:
     if entry.file_size > _MAX_PICKLE or entry.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name}: {shorten(entry.filename)} has {entry.file_size} bytes")
+    if not entry.CRC:  # torch.save was told to compute none
+        del entry.CRC
     return archive.read(entry)
 
 

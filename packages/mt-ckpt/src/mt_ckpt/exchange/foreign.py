@@ -7,6 +7,8 @@ import math
 import mmap
 import os
 import re
+import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +28,9 @@ from mt_ckpt.shard import TensorShard, check_name
 
 MAX_PIECES = 1 << 12
 MAX_DIMS = 32
+# A private copy, for which the system reserves nothing: a file may be larger than the memory.
+_FLAGS = mmap.MAP_PRIVATE | (0x4000 if sys.platform == "linux" else 0)  # MAP_NORESERVE
+_PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.@+=,/-]")
 
 
@@ -49,19 +54,43 @@ class MappedFiles:
         """
         if not count:
             return torch.empty(0, dtype=dtype)
-        if name not in self._maps:
-            with open_file(self.folder / name, within=self.folder) as file:
-                if not os.fstat(file.fileno()).st_size:
-                    raise self._short(name)
-                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        pages = self._maps[name]
         size = count * dtype.itemsize
-        if start < 0 or start + size > len(pages):
-            raise self._short(name)
+        pages = self._pages(name, start, size)
         if start % dtype.itemsize:  # an unaligned tensor is no tensor
             raw = torch.frombuffer(pages, dtype=torch.uint8, offset=start, count=size)
             return raw.clone().view(dtype)
         return torch.frombuffer(pages, dtype=dtype, offset=start, count=count)
+
+    def check(self, name: str, start: int, size: int, crc: int) -> None:
+        """Raise CheckpointError unless bytes of a file have this crc32."""
+        with memoryview(self._pages(name, start, size) if size else b"") as pages:
+            found = zlib.crc32(pages[start : start + size])
+        if found != crc:
+            path = self.folder / name
+            raise CheckpointError(
+                f"{path}: {size} bytes at {start} have another crc32 than was written; the file is "
+                "damaged, restore it from a copy",
+                file=str(path),
+            )
+
+    def _pages(self, name: str, start: int, size: int) -> mmap.mmap:
+        if name not in self._maps:
+            with open_file(self.folder / name, within=self.folder) as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise self._short(name)
+                try:
+                    self._maps[name] = mmap.mmap(file.fileno(), 0, flags=_FLAGS, prot=_PROTECTION)
+                except OSError as error:
+                    path = self.folder / name
+                    raise CheckpointError(
+                        f"{path}: can't be mapped into memory ({error.strerror}); raise the limit "
+                        "of this process's address space (ulimit -v)",
+                        file=str(path),
+                    ) from error
+        pages = self._maps[name]
+        if start < 0 or start + size > len(pages):
+            raise self._short(name)
+        return pages
 
     def _short(self, name: str) -> CheckpointError:
         path = self.folder / name
@@ -81,6 +110,8 @@ class StoredBox:
         file: Name of the file.
         start: Offset of its elements in the file, in bytes.
         strides: Distance of neighbours in each dim, in elements; None for row-major order.
+        checksum: Start and size of the bytes that hold them, and the crc32 of these; None if there
+            is none.
     """
 
     offsets: tuple[int, ...]
@@ -88,9 +119,12 @@ class StoredBox:
     file: str
     start: int
     strides: tuple[int, ...] | None = None
+    checksum: tuple[int, int, int] | None = None
 
     def read(self, files: MappedFiles, dtype: torch.dtype) -> Tensor:
-        """Return the box."""
+        """Return the box, whose checksum is right."""
+        if self.checksum is not None:
+            files.check(self.file, *self.checksum)
         if self.strides is None or not math.prod(self.shape):
             flat = files.view(self.file, self.start, math.prod(self.shape), dtype)
             return flat.view(self.shape)

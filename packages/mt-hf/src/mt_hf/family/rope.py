@@ -114,6 +114,7 @@ def write_rope(rope: RopeConfig | None) -> dict[str, Any]:
 def _scaling(kind: str, found: Mapping[str, Any], given: HasRope) -> dict[str, Any]:
     """Return the plain values of a scaling."""
     values = {name: value for name, value in found.items() if value is not None}
+    values.pop("finetuned", None)  # of NousResearch's models: how they were made
     longest = given.max_position_embeddings
     if kind == "dynamic":
         values.pop(_ORIGINAL, None)  # as in transformers, nothing reads it
