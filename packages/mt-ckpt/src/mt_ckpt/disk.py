@@ -67,21 +67,21 @@ class Disk:
         """Return the time of a file's last change, in seconds since the epoch."""
         return path.stat().st_mtime
 
-    def open(self, path: Path, *, within: Path, parts: bool = False) -> tuple[BinaryIO, int]:
-        """Open a file below `within` for reading, and return it with its size in bytes.
+    def open(self, folder: Path, name: str, *, parts: bool = False) -> tuple[BinaryIO, int]:
+        """Open a file for reading, and return it with its size in bytes.
 
         Args:
-            path: The file.
-            within: Folder that links must not leave.
+            folder: Folder that links must not leave.
+            name: Path of the file in the folder.
             parts: Whether the reader reads parts of it, and not all from start to end.
         """
         del parts  # nothing is read ahead
-        stream = mt_files.open_file(path, within=within)
+        stream = mt_files.open_file(f"{folder}/{name}", within=folder)
         return stream, os.fstat(stream.fileno()).st_size
 
-    def read(self, path: Path, *, limit: int, within: Path) -> bytes:
-        """Return the content of a file below `within`, of at most `limit` bytes."""
-        return mt_files.read_bytes(path, limit=limit, within=within)
+    def read(self, folder: Path, name: str, *, limit: int) -> bytes:
+        """Return the content of a file in a folder, of at most `limit` bytes."""
+        return mt_files.read_bytes(f"{folder}/{name}", limit=limit, within=folder)
 
     def files(self, root: Path) -> tuple[dict[str, int], dict[str, str]]:
         """List every file below `root` as a relative posix path.
@@ -251,10 +251,10 @@ def in_threads(action: Callable[[T], R], items: Iterable[T], *, threads: int) ->
 def _list_files(root: Path) -> tuple[dict[str, int], dict[str, str]]:
     plain: dict[str, int] = {}
     odd: dict[str, str] = {}
-    folders = [""]
+    top, folders = str(root), [""]
     while folders:
         folder = folders.pop()
-        with disk_errors("list", root / folder), os.scandir(root / folder) as entries:
+        with disk_errors("list", root / folder), os.scandir(f"{top}/{folder}") as entries:
             for entry in entries:
                 name = f"{folder}{entry.name}"
                 if entry.is_symlink():

@@ -256,7 +256,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         CheckpointError: The manifest is missing, damaged, foreign, or newer than this mt-ckpt.
     """
     with _manifest_errors(checkpoint) as path:
-        data = disk_of(path).read(path, limit=MAX_BYTES, within=checkpoint)
+        data = disk_of(path).read(checkpoint, MANIFEST, limit=MAX_BYTES)
     if problem := too_large(data):
         raise _damaged(path, problem)
     body = _parse(path, _unseal(path, data))
@@ -286,8 +286,8 @@ def open_manifest(checkpoint: Path) -> BinaryIO:
     Raises:
         CheckpointError: It is missing (caused by a `MissingFileError`), or is no plain file.
     """
-    with _manifest_errors(checkpoint) as path:
-        return disk_of(path).open(path, within=checkpoint)[0]
+    with _manifest_errors(checkpoint):
+        return disk_of(checkpoint).open(checkpoint, MANIFEST)[0]
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def _folder_of(disk: Disk, step: Path) -> str | None:
     Nothing in a step whose manifest is damaged, or names no folder, is a leftover for sure.
     """
     try:
-        disk.open(step / MANIFEST, within=step)[0].close()
+        disk.open(step, MANIFEST)[0].close()
         return read_manifest(step).folder
     except MissingFileError:
         return None

@@ -90,7 +90,7 @@ def named_checkpoint(root: Path) -> Path | None:
 
 def _read_latest(root: Path) -> bytes | None:
     try:
-        return disk_of(root).read(root / LATEST, limit=_LATEST_BYTES, within=root)
+        return disk_of(root).read(root, LATEST, limit=_LATEST_BYTES)
     except MissingFileError:
         return None
     except FileError as error:

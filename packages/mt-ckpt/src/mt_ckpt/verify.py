@@ -14,12 +14,11 @@ from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest
 from mt_ckpt.metadata import zarr_documents
 from mt_ckpt.stored.content import (
     DamageError,
+    check_chunk,
+    check_pack,
     damage,
     inventory,
-    read_chunk,
     read_file,
-    read_pack,
-    read_slices,
 )
 from mt_ckpt.stored.packing import pack_bytes, read_zip
 
@@ -53,10 +52,8 @@ def _verify(path: Path) -> list[Problem]:
                 _check_document(path, manifest, name, content, documents[name])
             elif name in manifest.packs:
                 _check_pack(path, manifest, name)
-            elif (spec := manifest.arrays[name.rpartition("/")[0]]).slices is not None:
-                read_slices(path, manifest, name, spec)
             else:
-                read_chunk(path, manifest, name)
+                check_chunk(path, manifest, name, manifest.arrays[name.rpartition("/")[0]])
         except DamageError as error:
             problems.append(error.problem)
     return problems
@@ -64,7 +61,7 @@ def _verify(path: Path) -> list[Problem]:
 
 def _check_pack(path: Path, manifest: Manifest, name: str) -> None:
     """Raise DamageError if a pack is damaged, or its zip holds other arrays than the manifest."""
-    content, arrays = read_pack(path, manifest, name), manifest.packs[name]
+    content, arrays = check_pack(path, manifest, name), manifest.packs[name]
     chunks = {
         array: np.frombuffer(content, np.uint8, spec.chunk_bytes, spec.offset)
         for array, spec in arrays.items()

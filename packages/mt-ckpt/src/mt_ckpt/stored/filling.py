@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +20,10 @@ from mt_ckpt.dtype import dtype_name, from_stored
 from mt_ckpt.grid import Box, chunk_indices, chunk_number, overlap
 from mt_ckpt.manifest import Manifest
 from mt_ckpt.shard import TensorShard
-from mt_ckpt.stored.content import read_chunk, read_pack, read_slices
+from mt_ckpt.stored.content import read_chunk, read_file, read_slices
 
 THREADS = 4
-_Task = tuple[list[TensorShard], tuple[int, ...]]
+_BATCH = 1024
 
 
 class Filler:
@@ -47,11 +49,15 @@ class Filler:
         Raises:
             DamageError: A file is not what the manifest says; tensors may be partly filled.
         """
-        for _ in in_threads(self._fill, self._tasks(shards), threads=THREADS):
-            pass
+        jobs = self._jobs(shards)
+        # Many are made before the first runs: values that pass through the caches take our code
+        # with them, and making a job in between takes three times as long.
+        while batch := list(itertools.islice(jobs, _BATCH)):
+            for _ in in_threads(lambda job: job(), batch, threads=THREADS):
+                pass
 
-    def _tasks(self, shards: Iterable[TensorShard]) -> Iterator[_Task]:
-        """Yield a box with the index of a chunk in it, or all boxes of one pack."""
+    def _jobs(self, shards: Iterable[TensorShard]) -> Iterator[Callable[[], None]]:
+        """Yield what fills a box from a chunk in it, or all boxes of one pack."""
         packed: dict[str, list[TensorShard]] = {}
         for shard in shards:
             spec = self._manifest.arrays[shard.name]
@@ -59,35 +65,29 @@ class Filler:
                 packed.setdefault(spec.pack, []).append(shard)
                 continue
             for index in chunk_indices(_box(shard), spec.chunks):
-                yield [shard], index
-        for boxes in packed.values():
-            yield boxes, ()
+                if spec.slices is not None:
+                    yield functools.partial(self._fill_slices, shard, index, spec)
+                    continue
+                in_box, _ = overlap(_box(shard), index, spec.chunks)
+                plain = _plain(shard.tensor.detach()[in_box], spec)
+                name = chunk_file(shard.name, index)
+                if plain is not None:
+                    yield functools.partial(read_chunk, self._path, self._manifest, name, plain)
+                else:
+                    yield functools.partial(self._fill_chunk, shard, index, spec)
+        for pack, boxes in packed.items():
+            yield functools.partial(self._fill_packed, pack, boxes)
 
-    def _fill(self, task: _Task) -> None:
-        shards, index = task
-        spec = self._manifest.arrays[shards[0].name]
-        with torch.no_grad():
-            if spec.pack is None:
-                self._fill_chunk(shards[0], index, spec)
-                return
-            content = np.frombuffer(self._pack(spec.pack), np.uint8)
-            for shard in shards:
-                spec = self._manifest.arrays[shard.name]
-                end = spec.offset + spec.chunk_bytes - CRC_BYTES
-                _copy(content[spec.offset : end], shard, (0,) * len(spec.shape), spec.shape, spec)
+    def _fill_packed(self, pack: str, shards: list[TensorShard]) -> None:
+        content = np.frombuffer(self._pack(pack), np.uint8)
+        for shard in shards:
+            spec = self._manifest.arrays[shard.name]
+            end = spec.offset + spec.chunk_bytes - CRC_BYTES
+            _copy(content[spec.offset : end], shard, (0,) * len(spec.shape), spec.shape, spec)
 
     def _fill_chunk(self, shard: TensorShard, index: tuple[int, ...], spec: ArraySpec) -> None:
-        name = chunk_file(shard.name, index)
-        if spec.slices is not None:
-            self._fill_slices(shard, index, spec)
-            return
-        in_box, _ = overlap(_box(shard), index, spec.chunks)
-        plain = _plain(shard.tensor.detach()[in_box], spec)
-        if plain is not None:
-            read_chunk(self._path, self._manifest, name, plain)
-            return
         values = np.empty(math.prod(spec.chunks) * spec.stored.itemsize, np.uint8)
-        read_chunk(self._path, self._manifest, name, values)
+        read_chunk(self._path, self._manifest, chunk_file(shard.name, index), values)
         _copy(values, shard, index, spec.chunks, spec)
 
     def _fill_slices(self, shard: TensorShard, index: tuple[int, ...], spec: ArraySpec) -> None:
@@ -119,7 +119,7 @@ class Filler:
             last = self._last
         if last is not None and last[0] == name:
             return last[1]
-        content = read_pack(self._path, self._manifest, name)
+        content = read_file(self._path, self._manifest, name)
         with self._lock:
             self._last = (name, content)
         return content
