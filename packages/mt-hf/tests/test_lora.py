@@ -9,7 +9,15 @@ import pytest
 import torch
 from family_row import ROWS
 from llava_row import ROW as LLAVA_ROW
-from mt_hf import ExchangeError, export_lora, from_pretrained, open_pretrained, read_lora
+from mt_ckpt import TensorShard, save_checkpoint
+from mt_hf import (
+    ExchangeError,
+    base_digest,
+    export_lora,
+    from_pretrained,
+    open_pretrained,
+    read_lora,
+)
 from mt_model import GPT, gpt
 from mt_tensor_parallel import adapters, add_lora, lora_state
 from safetensors.torch import load_file, save_file
@@ -158,3 +166,21 @@ def test_tensors_without_a_place_are_refused_by_name(name) -> None:
         state[more] = torch.ones(2, 3) if "_A" in more else torch.ones(32, 2)
     with pytest.raises(ExchangeError, match=name.split(".lora")[0]):
         read_lora(state, GPT(model.config))
+
+
+def test_a_base_is_known_by_its_weights_and_not_by_the_layout_that_saved_them(tmp_path):
+    weight, bias = torch.randn(8, 6).bfloat16(), torch.randn(())
+    halves = [
+        TensorShard("model/w", part, global_shape=(8, 6), offsets=(start, 0))
+        for start, part in ((0, weight[:4]), (4, weight[4:]))
+    ]
+    saves = {
+        "whole": [TensorShard("model/w", weight), TensorShard("model/b", bias)],
+        "halves": [*halves, TensorShard("model/b", bias), TensorShard("optimizer/w", bias)],
+        "other": [TensorShard("model/w", weight * 2), TensorShard("model/b", bias)],
+    }
+    whole, cut, other = (
+        base_digest(save_checkpoint(tmp_path / name, 3, shards, {}))
+        for name, shards in saves.items()
+    )
+    assert whole == cut != other
