@@ -1,7 +1,9 @@
 import json
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,3 +259,27 @@ def test_an_argument_of_another_type_is_named(tmp_path, call, text):
     save_checkpoint(tmp_path, 0, [], {})
     with pytest.raises((TypeError, CheckpointError), match=text):
         call(tmp_path)
+
+
+def added(call):
+    """Return by how much a call raises the most memory that this process has had, in bytes."""
+
+    def most():
+        (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(line) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the most is what there is now
+    before = most()
+    call()
+    return most() - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_a_save_takes_a_block_a_thread_and_a_load_less(tmp_path):
+    tensors = {f"plain{i}": torch.randn(1024, 1024) for i in range(16)}
+    tensors["sliced"] = torch.randn(4096, 2048)  # 96 MiB in all
+    shards = [TensorShard(name, tensor) for name, tensor in tensors.items()]
+    save_checkpoint(tmp_path, 1, shards[:1], {})  # imports what a save needs
+    noise = 4 * 2**20
+    assert added(lambda: save_checkpoint(tmp_path, 2, shards, {})) < 8 * 2**20 + noise
+    assert added(lambda: load_checkpoint(tmp_path, shards)) < 4 * 2**20 + noise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,18 @@ from mt_ckpt.grid import Box, overlap
 from mt_ckpt.shard import TensorShard
 
 BLOCK_BYTES = 2**20
+_kept = threading.local()
+
+
+def _block(size: int) -> np.ndarray:
+    """Return memory of this thread, which its next chunk uses again.
+
+    New memory for each chunk makes the allocator keep twice as much.
+    """
+    found: np.ndarray | None = getattr(_kept, "block", None)
+    if found is None or found.size < size:
+        found = _kept.block = np.empty(max(size, BLOCK_BYTES + CRC_BYTES), np.uint8)
+    return found[:size]
 
 
 class ChunkWriter:
@@ -52,7 +65,7 @@ class ChunkWriter:
             whole[self._within] = part
             part = whole
         given = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        memory = np.empty(min(given.size, BLOCK_BYTES) + CRC_BYTES, np.uint8)
+        memory = _block(min(given.size, BLOCK_BYTES) + CRC_BYTES)
         for start in range(0, given.size, BLOCK_BYTES):
             values = memory[: min(given.size - start, BLOCK_BYTES)]
             values[...] = given[start : start + len(values)]
@@ -66,7 +79,7 @@ class ChunkWriter:
 
     def _slices(self) -> Iterator[memoryview]:
         spec, slices = self._spec, self._spec.slices or ()
-        memory = np.empty(spec.slice_bytes, np.uint8)
+        memory = _block(spec.slice_bytes)
         data = memory[:-CRC_BYTES]
         values = data.view(spec.stored).reshape(slices)
         given = Box(offsets=(0,) * len(slices), shape=self._values.shape)
