@@ -24,6 +24,7 @@ from mt_ckpt import (
 )
 from mt_ckpt.objects.disk import StoreDisk
 from mt_ckpt.path import StoredPath, as_path
+from mt_ckpt.root import committed_steps
 from mt_files import ObjectError, ObjectStore, ObjectTries
 from mt_testing import unsteady_store
 
@@ -370,6 +371,110 @@ def test_of_two_savers_one_saves_in_200_rounds(store, root, share, monkeypatch):
     monkeypatch.setattr("mt_ckpt.lock.STORE_GRACE_SECONDS", -60.0)  # retention in each round
     store.fail_some(share, seed=1)
     check_two_savers(root, 200)
+
+
+def prune(root, **options):
+    from mt_ckpt.command.pruning import Prune
+
+    return Prune(path=as_path(root), keep=1, yes=True, **options).run()
+
+
+def test_prune_spares_what_may_be_read_and_removes_the_rest(root, monkeypatch, capsys):
+    for seed in (1, 2, 3):
+        save(root, seed)
+    assert prune(root) == 1
+    assert "step_00000001, step_00000002" in capsys.readouterr().err
+    assert [load(f"{root}/step_{step:08d}") for step in (1, 2, 3)] == [1, 2, 3]
+    monkeypatch.setattr("mt_ckpt.lock.STORE_GRACE_SECONDS", -60.0)
+    assert prune(root) == 0
+    disk, path = as_path(root).disk, as_path(root)
+    assert {name for name in disk.names(path) if name.startswith("step_")} == {"step_00000003"}
+    assert load(root) == 3
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("after", [False, True])
+def test_prune_that_stops_at_any_request_leaves_whole_steps(short, root, monkeypatch, after):
+    monkeypatch.setattr("mt_ckpt.lock.STORE_GRACE_SECONDS", -60.0)
+    stopped, nth = True, 0
+    while stopped:
+        nth, place = nth + 1, f"{root}/{nth}"
+        for seed in (1, 2, 3):
+            save(place, seed)
+        try:
+            prune(StoredPath.on(StoreDisk(StoppingStore(nth, after=after)), place))
+            stopped = False
+        except StoppedError:
+            time.sleep(0.3)  # until the lock of the one that is gone is over
+        for path in committed_steps(as_path(place)).values():
+            assert verify_checkpoint(path) == []
+        assert load(place) == 3
+        clean(place)
+        assert prune(place) == 0
+        clean(place)
+        objects = as_path(place).disk.store.list("/".join(as_path(place).parts[2:]))
+        assert {info.path.split("/")[-1] for info in objects if "/step_" not in info.path} == {
+            ".lock",
+            "latest",
+        }
+        assert all("/step_00000003/" in info.path for info in objects if "/step_" in info.path)
+    assert nth > 10
+
+
+def read_until(end, root, read, errors):
+    """Load the latest checkpoint again and again."""
+    while not end.is_set():
+        try:
+            read.append(load(root))
+        except BaseException as error:  # noqa: BLE001 - the test shows it
+            errors.append(error)
+
+
+def check_readers(root, rounds):
+    """Save, retain, prune and clean beside two readers, which stay below a reader's time."""
+    save(root, 1)
+    end, read, errors = threading.Event(), [], []
+    readers = [
+        threading.Thread(target=read_until, args=(end, root, read, errors)) for _ in range(2)
+    ]
+    for reader in readers:
+        reader.start()
+    for step in range(2, rounds + 2):
+        save(root, step, keep=2)
+        clean(root)
+        prune(root)
+    end.set()
+    for reader in readers:
+        reader.join()
+    assert errors == []
+    assert len(read) >= rounds // 4
+    assert load(root) == rounds + 1
+    removed = rounds + 1 - len(committed_steps(as_path(root)))
+    assert removed > rounds // 4  # retention was at work meanwhile
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_readers_beside_retention_prune_and_clean_read_whole_steps(store, root, monkeypatch, share):
+    monkeypatch.setattr("mt_ckpt.lock.STORE_GRACE_SECONDS", 10.0)
+    monkeypatch.setattr("mt_ckpt.publication.LEFT_SECONDS", 10.0)
+    store.fail_some(share, seed=2)
+    check_readers(root, 200)
+
+
+def test_a_lease_that_nobody_renews_is_taken_over(root, monkeypatch):
+    from mt_ckpt.root import lock_root
+
+    monkeypatch.setattr("mt_ckpt.objects.lease.LEASE_SECONDS", 0.5)
+    monkeypatch.setattr("mt_ckpt.objects.lease.Lease._keep", lambda _: None)  # it is held up
+    with lock_root(as_path(root), purpose="saving step 1") as check:
+        with pytest.raises(CheckpointError, match=r"in use by process .*saving step 1"):
+            save(root, 2)
+        time.sleep(0.6)
+        save(root, 2)
+        with pytest.raises(CheckpointError, match="It has taken over"):
+            check()
+    assert load(root) == 2
 
 
 def test_a_saver_that_lost_its_lock_saves_nothing(root, monkeypatch):

@@ -233,8 +233,12 @@ def in_threads(action: Callable[[T], R], items: Iterable[T], *, threads: int) ->
     Args:
         action: What each thread does with an item.
         items: The items.
-        threads: Number of threads; twice as many items are taken and not yet yielded.
+        threads: Number of threads; twice as many items are taken and not yet yielded. 1 means
+            the caller's own.
     """
+    if threads == 1:
+        yield from map(action, items)
+        return
     pending: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(threads)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -237,12 +237,30 @@ def retain(disk: Disk, root: Path, keep: int, step: int, *, after: int | None) -
     steps = {number: path for number, path in committed_steps(root).items() if number <= step}
     given_up = [number for number in steps if after is not None and after < number < step]
     order = [*given_up, *(number for number in steps if number not in given_up)]
+    remove_steps(disk, root, steps, order[:-keep])
+
+
+def remove_steps(
+    disk: Disk, root: Path, steps: Mapping[int, Path], numbers: Iterable[int]
+) -> list[int]:
+    """Remove steps that nobody reads, and return the numbers of the others.
+
+    Args:
+        disk: The disk.
+        root: Folder of the checkpoints.
+        steps: Committed steps in their order, which tell how long a step has had a newer one.
+        numbers: Numbers of the steps to remove.
+    """
     with disk_errors("look at the steps in", root):
         committed = [disk.modified(path / MANIFEST) for path in steps.values()]
-    superseded = dict(zip(steps, committed[1:], strict=False))
-    for number in order[:-keep]:
+    superseded = dict(zip(steps, [*committed[1:], *committed[-1:]], strict=True))
+    held = []
+    for number in numbers:
         with claim(steps[number], superseded=superseded[number]) as free:
             if free:
                 aside = set_aside(disk, steps[number])
                 sync(disk, root)
                 disk.remove_tree(aside)
+            else:
+                held.append(number)
+    return held

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,11 @@ from mt_files import FolderLock, LockedError, say
 
 from mt_ckpt.command.inspection import size_text
 from mt_ckpt.command.place import checkpoints_of
-from mt_ckpt.disk import sync
 from mt_ckpt.error import CheckpointError
-from mt_ckpt.lock import claim
 from mt_ckpt.path import disk_of
-from mt_ckpt.root import committed_steps, latest_checkpoint, lock_root, set_aside
+from mt_ckpt.root import committed_steps, latest_checkpoint, lock_root, remove_steps
+
+_MAY_BE_READ = "may be read until a newer step is ten minutes old"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +57,12 @@ class Prune:
             if not self.yes and not _confirmed(f"remove {_counted(len(going))} of {len(steps)}?"):
                 say("nothing was removed")
                 return 1
-            held = [path.name for path in going.values() if not _remove(root, path)]
+            held = remove_steps(disk_of(root), root, steps, going)
         say(f"removed {_counted(len(going) - len(held))}")
         if held:
-            say(f"kept, as they are being read: {', '.join(held)}", stream=sys.stderr)
+            names = ", ".join(going[step].name for step in held)
+            reason = "are being read" if disk_of(root).has_folders else _MAY_BE_READ
+            say(f"kept, as they {reason}: {names}", stream=sys.stderr)
         return 1 if held else 0
 
     def _checked(self, root: Path) -> dict[int, Path]:
@@ -98,7 +99,8 @@ def _owned(root: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            if root.resolve().name == "checkpoints":
+            # In a store, the lock on its folder of checkpoints is all there is.
+            if disk_of(root).has_folders and root.resolve().name == "checkpoints":
                 stack.enter_context(FolderLock(root.resolve().parent, purpose="pruning"))
         except LockedError as error:
             raise CheckpointError(str(error), file=str(root)) from error
@@ -112,17 +114,6 @@ def _confirmed(question: str) -> bool:
     sys.stdout.write(f"{question} [y/N] ")
     sys.stdout.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _remove(root: Path, path: Path) -> bool:
-    """Remove a step directory, and return whether nobody reads it."""
-    disk = disk_of(root)
-    with claim(path, superseded=time.time()) as free:
-        if free:
-            aside = set_aside(disk, path)
-            sync(disk, root)
-            disk.remove_tree(aside)
-    return free
 
 
 def _counted(count: int) -> str:

@@ -53,7 +53,7 @@ class Filler:
         # Many are made before the first runs: values that pass through the caches take our code
         # with them, and making a job in between takes three times as long.
         while batch := list(itertools.islice(jobs, _BATCH)):
-            for _ in in_threads(lambda job: job(), batch, threads=THREADS):
+            for _ in in_threads(lambda job: job(), batch, threads=min(THREADS, len(batch))):
                 pass
 
     def _jobs(self, shards: Iterable[TensorShard]) -> Iterator[Callable[[], None]]:
