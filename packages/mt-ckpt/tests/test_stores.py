@@ -554,3 +554,20 @@ def test_what_needs_a_folder_says_so(root):
     assert str(path / "a" / ".." / "b") == f"{root}/a/../b"
     assert (path / "a").parent == path
     assert str(as_path("s3:/bucket/x")) == "s3://bucket/x"
+
+
+def test_stores_of_other_kinds_are_opened_and_named_by_their_urls(monkeypatch):
+    for name in ("ACCOUNT_NAME", "ACCOUNT_KEY"):
+        monkeypatch.delenv(f"AZURE_STORAGE_{name}", raising=False)
+    assert str(as_path("gs://bucket/run") / "latest") == "gs://bucket/run/latest"
+    with pytest.raises(ObjectError, match=r"az://box/run: can't be opened; .*Account must be"):
+        latest_checkpoint("az://box/run")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "us")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:9/us")  # nobody listens
+    monkeypatch.setenv("AZURE_ALLOW_HTTP", "true")
+    monkeypatch.setattr(
+        "mt_ckpt.objects.disk.open_disk", lambda url: StoreDisk(ObjectStore(url, QUICK))
+    )
+    with pytest.raises(CheckpointError, match=r"az://box/run/.*the store fails, after 8 tries"):
+        latest_checkpoint("az://box/run")

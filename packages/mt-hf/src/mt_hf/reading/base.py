@@ -58,5 +58,5 @@ def _step_digest(folder: Path) -> str:
             tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
             arrays.fill(TensorShard(name, tensor))
             digest.update(f"{name}:{spec.dtype}:{spec.shape}:".encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
