@@ -33,7 +33,7 @@ ODD = (
     "a" * 9000,
 )
 KEYS = ("role", "content", "train", "weight", "tool_calls", "from", "value", "name", "__class__")
-LINES = 1000
+LINES, TALKS = 1000, 300
 MOST_SAID = 4000
 
 # Each is put into a template where a message's content was, or around all of it.
@@ -149,6 +149,37 @@ def _check_ends(ids: list[int], trained: list[float], *ends: int) -> None:
             raise BadError(f"a learnt turn ends with token {number}")
 
 
+def spelt_roles(world: World, rng: random.Random, scratch: Path) -> None:
+    """Render roles and texts that spell special tokens: no token comes that is not the template's.
+
+    Without a message of the role `assistant` nothing is learnt.
+    """
+    from mt_tokenizer import ChatTemplate, train_tokenizer
+
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = train_tokenizer(["a cat. x"], 300, names)
+    special = tokenizer.special_tokens
+    pieces = (*names, "assistant", "user", "\n", "<|im_", "end|>", "\\", "{{ eos_token }}", "é")
+    with ChatTemplate(CHATML, tokenizer) as template:
+        for _ in range(TALKS):
+            talk = [
+                {
+                    key: "".join(rng.choices(pieces, k=rng.randrange(1, 5)))
+                    for key in ("role", "content")
+                }
+                for _ in range(rng.randrange(1, 5))
+            ]
+            ids, trained = template.render(talk)
+            count = {name: ids.count(special[name]) for name in names}
+            wanted = {names[0]: 0, names[1]: len(talk), names[2]: len(talk)}
+            learnt = any(each["role"] == "assistant" for each in talk)
+            if count != wanted or (any(trained) and not learnt):
+                raise BadError(f"{talk} has the special tokens {count}, learnt: {any(trained)}")
+            said = "".join(f"{names[1]}{m['role']}\n{m['content']}{names[2]}\n" for m in talk)
+            if tokenizer.decode(ids) != said:
+                raise BadError(f"{talk} became {tokenizer.decode(ids)!r}")
+
+
 def hurting_template(world: World, rng: random.Random, scratch: Path) -> None:
     """Render a template that loops, allocates, or reaches for the interpreter."""
     from mt_tokenizer import ChatError, ChatTemplate, train_tokenizer
@@ -170,10 +201,11 @@ def hurting_template(world: World, rng: random.Random, scratch: Path) -> None:
 
 ROWS = [
     Row(name="lines that are no conversations", attack=hostile_lines, cases=100, sample=1),
+    Row(name="roles that spell special tokens, 300 a case", attack=spelt_roles, cases=40, sample=1),
     Row(
         name="chat templates made to hurt",
         attack=hurting_template,
-        cases=120,
+        cases=500,
         sample=1,
         seconds=150,
     ),

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import re
 import shutil
+import signal
 import struct
+import time
+import traceback
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -204,6 +209,82 @@ def _kept(folder: Path) -> None:
     _shards(folder).build(folder / "tokenizer.json")
 
 
+def changing_object(world: World, rng: random.Random, scratch: Path) -> None:
+    """Exchange an object while its documents are read: all are of one version, or it is named."""
+    from mt_data import read_documents
+    from mt_data.documents import source
+    from mt_files import ObjectStore, StoredObject, objects
+
+    objects.BLOCK = 1 << 9
+    store, ends = ObjectStore("memory://"), rng.choice((".jsonl", ".json", ".txt", ".jsonl.gz"))
+    source.find_object = lambda _: StoredObject(store=store, info=store.head("a"))
+
+    def put(version: int) -> None:
+        lines = [
+            json.dumps({"text": f"{version} {n} old red"}) for n in range(rng.randrange(1, 99))
+        ]
+        content = "\n".join(lines).encode()
+        store.put("a", gzip.compress(content) if ends.endswith("gz") else content)
+
+    refused, draws = 0, NUMBER // 4
+    for _ in range(draws):
+        put(0)
+        documents, versions, at = read_documents(f"s3://bucket/a{ends}"), set(), rng.randrange(99)
+
+        def read(documents=documents, versions=versions, at=at) -> None:
+            for number, document in enumerate(documents):
+                versions.update(re.findall(r"(\d) \d+ old red", document.text))
+                if number == at:
+                    put(1)
+
+        if rng.random() < 0.2:
+            put(1)
+        refused += named("a", read)
+        demand(versions in (set(), {"0"}), f"documents are of the versions {versions}")
+    demand(0 < refused < draws, f"{refused} of {draws} changes were seen")
+
+
+def two_builders(world: World, rng: random.Random, scratch: Path) -> None:
+    """Let two processes build shards and an order in one folder, one killed perhaps: all fits."""
+    from mt_data import GPTDataset, IndexedDataset
+    from mt_data.datasets import gpt
+
+    gpt.SHARED_FROM = 1
+    whole = world.once("flips", _kept)
+    folder = Path(shutil.copytree(whole, scratch / "kept"))
+    shutil.rmtree(folder / "orders")
+    for path in folder.glob("shard-*"):
+        path.unlink()
+
+    def work() -> None:
+        dataset = IndexedDataset(folder / "train")
+        GPTDataset(dataset, sequence_length=16, seed=3, order_folder=folder / "orders").sample(0)
+        _shards(folder).build(folder / "tokenizer.json")
+
+    def start() -> int:
+        if (pid := os.fork()) == 0:
+            try:
+                work()
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        return pid
+
+    first, second = start(), start()
+    kills = rng.random() < 0.5
+    if kills:
+        time.sleep(rng.uniform(0, 0.3))
+        os.kill(first, signal.SIGKILL)
+    ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in (first, second)]
+    demand(ends[1] == 0, f"the second builder ended with {ends[1]}")
+    demand(ends[0] == 0 or kills, f"the first builder ended with {ends[0]}")
+    work()
+    for path in (*whole.glob("shard-*.*"), *whole.glob("orders/*.order")):
+        own = folder / path.relative_to(whole)
+        demand(own.read_bytes() == path.read_bytes(), f"{own.name} differs")
+
+
 def _shards(folder: Path):
     from mt_data import HeldOut, ShardPlan, Shards
 
@@ -216,5 +297,7 @@ ROWS = [
     Row(name="indexes drawn, 1,000 a case", attack=drawn_indexes, cases=100, sample=2),
     Row(name="files of records drawn, 1,000 a case", attack=drawn_records, cases=100, sample=2),
     Row(name="parquet files that are bombs", attack=bomb, cases=20, sample=1),
+    Row(name="an object that changes, 250 a case", attack=changing_object, cases=40, sample=1),
+    Row(name="two builders in one folder", attack=two_builders, cases=40, sample=1),
     Row(name="a bit of tokens, order and shard", attack=flipped_bits, cases=300, sample=2),
 ]
