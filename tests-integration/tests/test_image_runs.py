@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import http.client
 import io
 import json
-import os
 import shutil
 import subprocess
 import tarfile
@@ -18,10 +16,11 @@ import torch
 import yaml
 from mt_context_parallel import segments
 from mt_data import Rows
+from mt_files import ObjectStore
 from mt_hf import from_pretrained, open_pretrained, save_pretrained
 from mt_model import GPT, ClassPoolingConfig, ImageInputConfig, gpt, vit
 from mt_multimodal import ImageForm, ImageTextDataset, read_image_preprocessing
-from mt_testing import KillAt, RankDied
+from mt_testing import KillAt, RankDied, unsteady_store
 from mt_tokenizer import ChatTemplate, load_tokenizer, train_tokenizer
 from mt_train import ConfigError, load_config
 from PIL import Image
@@ -328,24 +327,17 @@ def test_a_tar_in_an_object_store_is_read_by_range_with_the_losses_of_a_file(
     started, folder, one_rank, tmp_path, losses, monkeypatch
 ) -> None:
     """The store fails one request in ten; the index is made from the object, and kept in memory."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "packages/mt-data/tests")
-    import unsteady
-
-    with unsteady.moto() as port, unsteady.unsteady(port) as store:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
+    own = "data.train=[s3://bucket/a.tar, s3://bucket/texts.jsonl]"
+    command = started.command(tmp_path / "run", own, real=True)
+    with unsteady_store() as store:
+        for name, value in {**store.variables, "HOME": str(tmp_path / "home")}.items():
+            monkeypatch.setenv(name, value)
         for name in ("a.tar", "texts.jsonl"):
-            connection.request("PUT", f"/bucket/{name}", (folder / name).read_bytes())
-            connection.getresponse().read()
-        connection.close()
-        store.fault = unsteady.failing(0.1)
-        found = {**unsteady.variables(store), "HOME": str(tmp_path / "home")}
-        given = started.command(
-            tmp_path / "run", "data.train=[s3://bucket/a.tar, s3://bucket/texts.jsonl]", real=True
-        )
-        done = subprocess.run(
-            given, env={**os.environ, **found}, capture_output=True, text=True, check=False
-        )
+            ObjectStore("s3://bucket").put(name, (folder / name).read_bytes())
+        store.fail_some(0.1, seed=0)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+        assert store.faults
     assert losses(tmp_path / "run") == losses(one_rank)
 
 
