@@ -191,7 +191,7 @@ def _inputs(config: RunConfig, stage: GPT) -> tuple[dict[str, Tensor], Tensor | 
     batch = batch_of(config, stage.state)
     if stage.has_embedding:
         return batch, None
-    rows, length = batch["tokens"].shape
+    rows, length = len(batch["tokens"]), stage.config.handed_tokens(batch)
     place = stage.shard
     sizes = rows, length // (place.tp if place.sequence_parallel else 1), stage.config.hidden_size
     return batch, torch.zeros(sizes, dtype=place.dtype, requires_grad=True)
@@ -217,8 +217,9 @@ def _flops(
 
     chosen = replace(RecomputePlan.of(plan), offload=None)  # which makes nothing again
     known, total = dict[object, int](), 0
+    attending = () if model.retro is None else model.retro.places(model.num_layers)
     for index in chain(*layers):
-        edge = index in (0, model.num_layers - 1)
+        edge = index in (0, model.num_layers - 1, *attending)
         kind = model.layers[index], chosen.modules(index), index if edge else None
         if kind not in known:
             with without_data(), ParallelState(layout, device="cpu") as state:
