@@ -20,7 +20,11 @@ T = TypeVar("T")
 BLOCK = 4 << 20
 _CACHE = "~/.cache/mt/objects"
 _REASON = 300
-_CREDENTIALS = "set the store's usual variables, such as AWS_ACCESS_KEY_ID and AWS_REGION"
+_VARIABLES = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION",
+    "gs": "GOOGLE_SERVICE_ACCOUNT",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
 _PURPOSE = "an object store"
 
 
@@ -85,11 +89,13 @@ class ObjectStore:
         self._tries = tries or ObjectTries()
         scheme, _, rest = url.partition("://")
         self.url = f"{scheme}://{rest.partition('/')[0]}"
+        named = _VARIABLES.get(scheme, "those of its credentials")
+        self._advice = f"set the store's usual variables, such as {named}"
         stores = require("obstore.store", _PURPOSE)
         try:  # tries are counted here, in one place
             self._store = stores.from_url(self.url, retry_config={"max_retries": 0})
         except (ValueError, self._errors.BaseError) as error:
-            text = f"can't be opened; {_CREDENTIALS} ({_first_line(error)})"
+            text = f"can't be opened; {self._advice} ({_first_line(error)})"
             raise ObjectError(url, text) from None
 
     def head(self, path: str) -> ObjectInfo | None:
@@ -258,7 +264,7 @@ class ObjectStore:
             except FileNotFoundError:
                 raise MissingFileError(url, "no such object or bucket") from None
             except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-                text = f"is refused by the store; {_CREDENTIALS} ({_first_line(error)})"
+                text = f"is refused by the store; {self._advice} ({_first_line(error)})"
                 raise ObjectError(url, text) from None
             except errors.NotSupportedError as error:
                 text = f"needs what this store does not do: {_first_line(error)}; use another store"

@@ -1,7 +1,7 @@
 """Files of images without what a decoder need not see: metadata, and parts that take long.
 
 Pillow reads metadata in loops of Python, and copies of a table of EXIF what each entry claims, so a
-small file can take minutes or all memory. It gets pixels alone; the orientation is read here.
+small file can take most of a minute. It gets pixels alone; the orientation is read here.
 """
 
 from __future__ import annotations
