@@ -10,7 +10,7 @@ import pytest
 from mt_testing import KillAt, RankDied, UnsteadyStore, unsteady_store
 
 OPTIONS = (
-    "training.steps=8",
+    "training.steps=4",
     "training.micro_batch_size=4",
     "checkpoint.every=2",
     "checkpoint.keep=2",
@@ -88,8 +88,8 @@ def test_a_run_that_is_killed_in_a_save_ends_in_the_bits_of_a_local_one(
     assert not (out / "checkpoints").exists()
     assert losses(out) == losses(local)
     assert verify_checkpoint(root) == []
-    assert inspect_checkpoint(root).step == 8
+    assert inspect_checkpoint(root).step == 4
     assert everything(root) == everything(local / "checkpoints")
     # Another run starts from it, on the same ranks.
-    train(tiny, store, tmp_path / "next", f"checkpoint.load={root}", "training.steps=10")
-    assert inspect_checkpoint(tmp_path / "next/checkpoints").step == 10
+    train(tiny, store, tmp_path / "next", f"checkpoint.load={root}", "training.steps=5")
+    assert inspect_checkpoint(tmp_path / "next/checkpoints").step == 5
