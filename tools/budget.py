@@ -1,18 +1,15 @@
 """Say where the time of a check went, lane by lane; fail above a limit of the whole.
 
-    python tools/budget.py LANES_FILE REPORTS [--limit 840 --calibrate] [--out FILE]
+    python tools/budget.py LANES_FILE REPORTS [--limit 840 --slowness 1.9] [--out FILE]
 
 The file of `tools/lanes.py` has what each session took; the JUnit files in REPORTS, one a session,
 what of that were tests. Machines of the same size differ by more than two, so the limit is seconds
-of one of them: where a fixed piece of work takes longer than it did there, `--calibrate` raises
-the limit by as much.
+of one of them; `--slowness`, of `tools/slowness.py`, raises it on a slower one.
 """
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,16 +19,6 @@ from lanes import LANES
 from ledger import read_cases
 
 SLOWEST = 10
-# What tests do: start a process, import torch, run Python, and many small operations.
-PROBE = """
-import torch
-torch.set_num_threads(1)
-x = torch.ones(32, 32)
-for _ in range(100_000):
-    x = (x @ x).tanh()
-sum(i * i for i in range(3_000_000))
-"""
-PROBE_SECONDS = 1.9  # on the machine that the limit is of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,27 +101,14 @@ def slowest(paths: Sequence[Path]) -> list[str]:
     return lines
 
 
-def slowdown() -> float:
-    """Return how many times as long as there the probe takes here, two at once; at least 1."""
-
-    def seconds() -> float:
-        started = time.perf_counter()
-        both = [subprocess.Popen([sys.executable, "-c", PROBE]) for _ in range(2)]
-        if [process.wait() for process in both] != [0, 0]:
-            raise SystemExit("the probe of the machine's speed failed; its error is above")
-        return time.perf_counter() - started
-
-    return max(1.0, min(seconds() for _ in range(3)) / PROBE_SECONDS)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; the exit status is 1 if the whole is above its limit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("lanes", type=Path, help="what tools/lanes.py wrote")
     parser.add_argument("reports", type=Path, help="the folder of JUnit files that pytest wrote")
     parser.add_argument("--limit", type=float, metavar="SECONDS", default=float("inf"))
-    text = "raise the limit on a machine that is slower than the one it is of"
-    parser.add_argument("--calibrate", action="store_true", help=text)
+    text = "how many times as slow the machine is as the one that the limit is of"
+    parser.add_argument("--slowness", type=float, default=1.0, help=text)
     parser.add_argument("--out", type=Path, help="write all numbers as JSON")
     options = parser.parse_args(arguments)
     done = json.loads(options.lanes.read_text())
@@ -144,12 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reports = [options.reports / f"{report_name(each.name)}.xml" for each in shares]
     print("\n".join(table(shares, total)), end="\n\n")
     print("\n".join(slowest([path for path in reports if path.is_file()])))
-    slower = slowdown() if options.calibrate else 1.0
-    limit = options.limit * slower
+    limit = options.limit * options.slowness
     if options.out:
-        written = {"sessions": [asdict(each) for each in shares], **total, "slowdown": slower}
+        written = {
+            "sessions": [asdict(each) for each in shares],
+            **total,
+            "slowness": options.slowness,
+        }
         options.out.write_text(json.dumps(written, indent=1) + "\n")
-    print(f"\n{wall:.0f} s of at most {limit:.0f}, on a machine that is {slower:.2f} times as slow")
+    machine = f"a machine that is {options.slowness:.2f} times as slow"
+    print(f"\n{wall:.0f} s of at most {limit:.0f}, on {machine}")
     if wall > limit:
         print("over budget: move what is exhaustive to the campaign, or speed it up")
         return 1

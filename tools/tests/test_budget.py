@@ -1,6 +1,5 @@
 import json
 
-import budget
 import pytest
 from budget import main
 
@@ -61,15 +60,6 @@ def test_a_check_above_its_limit_fails(files, capsys):
     assert main([*files, "--limit", "51"]) == 0
 
 
-def test_limit_grows_with_the_slowness_of_the_machine_and_does_not_shrink(files, monkeypatch):
-    monkeypatch.setattr(budget, "PROBE", "import time; time.sleep(0.3)")
-    monkeypatch.setattr(budget, "PROBE_SECONDS", 0.1)
-    assert main([*files, "--limit", "40", "--calibrate"]) == 0
-    monkeypatch.setattr(budget, "PROBE_SECONDS", 1000.0)
-    assert main([*files, "--limit", "40", "--calibrate"]) == 1
-
-
-def test_a_probe_that_fails_is_an_error(files, monkeypatch):
-    monkeypatch.setattr(budget, "PROBE", "raise SystemExit(3)")
-    with pytest.raises(SystemExit, match="probe"):
-        main([*files, "--calibrate"])
+def test_limit_grows_with_the_slowness_of_the_machine(files):
+    assert main([*files, "--limit", "40", "--slowness", "1.3"]) == 0
+    assert main([*files, "--limit", "40", "--slowness", "1.2"]) == 1
