@@ -310,9 +310,7 @@ def short(monkeypatch):
     monkeypatch.setattr("mt_ckpt.publication.LEFT_SECONDS", -60.0)
 
 
-@pytest.mark.parametrize(
-    ("nth", "after"), [(2, True), (10, False), (20, True), (22, True), (24, True), (26, False)]
-)
+@pytest.mark.parametrize(("nth", "after"), [(10, False), (22, True), (24, True)])
 def test_a_save_that_stops_at_a_request_leaves_the_old_or_the_new_step(short, root, nth, after):
     check_stopped(root, nth, after=after)
 
@@ -459,7 +457,7 @@ def test_readers_beside_retention_prune_and_clean_read_whole_steps(store, root, 
     monkeypatch.setattr("mt_ckpt.lock.STORE_GRACE_SECONDS", 10.0)
     monkeypatch.setattr("mt_ckpt.publication.LEFT_SECONDS", 10.0)
     store.fail_some(share, seed=2)
-    check_readers(root, 200)
+    check_readers(root, 100)
 
 
 def test_a_lease_that_nobody_renews_is_taken_over(root, monkeypatch):
