@@ -155,7 +155,7 @@ def test_parquet_rows_have_images_or_their_paths(tmp_path, template, form, made)
         wanted = {"one": [[n] for n in range(5)], "path": [[4]] * 2}.get(name, cells)
         assert len(data) == len(wanted)
         for index in range(len(data)):
-            (talk,) = data.conversations(index)
+            (talk,) = data.items(index)
             got = data.row(index)["pixel_values"]
             pixels = [form.preprocessing.pixels(made.picture(seed)) for seed in wanted[talk]]
             assert len(got) == len(pixels)

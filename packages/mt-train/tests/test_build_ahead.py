@@ -138,7 +138,10 @@ def test_a_source_that_changes_before_its_build_ends_is_refused(tiny, tmp_path) 
 
 @pytest.mark.parametrize(
     ("example", "rows_of"),
-    [("bert", "kind: masked, masking: {pairs: true}"), ("t5", "kind: spans")],
+    [
+        pytest.param("bert", "kind: masked, masking: {pairs: true}", marks=pytest.mark.campaign),
+        ("t5", "kind: spans"),
+    ],
 )
 def test_rows_of_every_kind_are_read_from_shards(
     example, rows_of, options, tmp_path, losses, rows
