@@ -80,8 +80,7 @@ GRID = [
     *((model, layout) for model in MODELS for layout in LAYOUTS),
     *((model, layout) for model in ("mixtral", "mixtral-codes") for layout in OF_EXPERTS),
 ]
-SAMPLE = {("llama", "tp2pp2"), ("mixtral", "ep2"), ("mixtral", "etp2")}
-SAMPLE |= {("qwen3-codes", "tp2pp2"), ("mixtral-codes", "etp2")}
+SAMPLE = {("llama", "tp2pp2"), ("mixtral", "etp2"), ("mixtral-codes", "etp2")}
 READ = {("llama", False), ("mixtral", True)}
 
 

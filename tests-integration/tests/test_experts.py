@@ -26,7 +26,7 @@ LAYOUTS = {
     "ep2-cp2": (2, 1, ["parallel.cp=2", "parallel.ep=2"]),
     "ep2-edp2": (4, 4, ["parallel.ep=2"]),
 }
-IN_CI = {("ep2-tp2-etp2", "fp64"), ("ep2-pp2", "fp64"), ("ep2-cp2", "fp64")}
+IN_CI = {("ep2-tp2-etp2", "fp64"), ("ep2-pp2", "fp64")}
 # What keeps the load even, and what hangs on which token is meant, is of no layout either.
 DEEPSEEK = """{num_experts: 8, top_k: 2, ffn_size: 16, score: sigmoid, scale: 2.5, num_groups: 4,
     top_groups: 2, group_top: 1, bias_rate: 0.01, sequence_aux_loss: 0.01, shared_size: 16}"""
@@ -106,9 +106,7 @@ def test_every_layout_trains_experts_like_one_process(
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        pytest.param(
-            k, n, marks=() if (i + j) % 5 == 0 and n != "ep2-tp2-sp" else pytest.mark.campaign
-        )
+        pytest.param(k, n, marks=() if i < 2 and (i + j) % 5 == 0 else pytest.mark.campaign)
         for i, k in enumerate(KINDS)
         for j, n in enumerate(FURTHER)
     ],

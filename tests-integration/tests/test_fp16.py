@@ -59,7 +59,7 @@ def half(tiny, tmp_path_factory):
     return tiny.train(out, "training.dtype=fp16", "optimizer.loss_scale=1024", *SHORT)
 
 
-@pytest.mark.parametrize("layout", sampled("tp2-sp", "cp2", "dp2-full"))
+@pytest.mark.parametrize("layout", sampled("tp2-sp", "dp2-full"))
 def test_a_scaled_loss_gives_the_numbers_of_one_process_without(
     layout, tiny, plain, tmp_path, losses, arrays
 ) -> None:
@@ -200,7 +200,7 @@ def drawn(number):
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=() if n < 2 else pytest.mark.campaign) for n in range(40)],
+    [pytest.param(n, marks=() if n < 1 else pytest.mark.campaign) for n in range(40)],
 )
 def test_a_spoilt_gradient_is_skipped_everywhere_and_named(number, tiny, tmp_path) -> None:
     layout, place = drawn(number)

@@ -65,7 +65,7 @@ def recipe(folder: Path, *arguments: object) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("tuning", TUNINGS)
+@pytest.mark.parametrize("tuning", [pytest.param("full", marks=pytest.mark.campaign), "lora"])
 def test_a_quickstart_run_is_tuned_on_conversations(tuning, begun, cli, tmp_path) -> None:
     folder, _ = begun()
     recipe(folder)

@@ -227,6 +227,7 @@ def test_checkpoints_of_a_model_with_neighbours_go_on_with_another_layout(
     np.testing.assert_allclose(list(losses(run).values()), list(losses(one).values()), rtol=1e-9)
 
 
+@pytest.mark.campaign
 def test_adapters_of_a_model_with_neighbours_train_alike(tiny, options, tmp_path, losses) -> None:
     """The projections to neighbours have adapters too; the base is frozen."""
     base = tiny.train(tmp_path / "base", *options, RETRO)

@@ -312,6 +312,7 @@ def cut(folder: Path, out: Path, layers: int) -> None:
     (out / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
 
 
+@pytest.mark.campaign  # docs/mt-train.md has these commands
 def test_an_own_mixer_trains_on_two_ranks_resumes_and_generates(shell, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(shell.folder / "home"))  # where plugins that ran are noted
     for name in ("my_mixer.py", "my_mixer.yaml"):
