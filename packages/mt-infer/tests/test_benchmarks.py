@@ -3,6 +3,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -22,6 +24,7 @@ def test_engine_measures_all_rows_beside_their_goals(monkeypatch, tmp_path) -> N
     assert room["ratio"][0] > 0
 
 
+@pytest.mark.campaign
 def test_server_is_measured_beside_its_own_engine(monkeypatch, tmp_path) -> None:
     out = tmp_path / "report.json"
     script = str(BENCHMARKS / "server.py")

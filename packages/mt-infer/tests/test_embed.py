@@ -27,7 +27,9 @@ def data(tmp_path_factory) -> Path:
     return folder / "tokens"
 
 
-@pytest.fixture(scope="module", params=["bert", "decoder"])
+@pytest.fixture(
+    scope="module", params=["bert", pytest.param("decoder", marks=pytest.mark.campaign)]
+)
 def model_folder(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param) / "model"
     sizes = {"vocab_size": 264, "hidden_size": 32, "num_layers": 2, "num_heads": 4}
