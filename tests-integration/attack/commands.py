@@ -259,6 +259,6 @@ ROWS = [
         cases=20,
         sample=1,
     ),
-    Row(name="environments", attack=environments, cases=24, sample=1, seconds=120),
+    Row(name="environments", attack=environments, cases=24, sample=0, seconds=120),
     Row(name="a rank dies", attack=dead_rank, cases=5, sample=0, seconds=120),
 ]

@@ -294,8 +294,8 @@ def _shards(folder: Path):
 
 
 ROWS = [
-    Row(name="indexes drawn, 1,000 a case", attack=drawn_indexes, cases=100, sample=2),
-    Row(name="files of records drawn, 1,000 a case", attack=drawn_records, cases=100, sample=2),
+    Row(name="indexes drawn, 1,000 a case", attack=drawn_indexes, cases=100, sample=1),
+    Row(name="files of records drawn, 1,000 a case", attack=drawn_records, cases=100, sample=1),
     Row(name="parquet files that are bombs", attack=bomb, cases=20, sample=1),
     Row(name="an object that changes, 250 a case", attack=changing_object, cases=40, sample=1),
     Row(name="two builders in one folder", attack=two_builders, cases=40, sample=1),
