@@ -108,7 +108,7 @@ def test_it_is_so_for_every_choice_of_kernels(kernels, dtype):
     check(CONFIGS["gqa"], kernels=kernels, dtype=dtype)
 
 
-QUICK = ((True, "none"), (False, "modules"))
+QUICK = ((True, "none"),)
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,11 @@ def _exact_gradients(leaves: list[Tensor], labels: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("block_size", "compiled"),
-    [(100, False), pytest.param(256, False, marks=pytest.mark.campaign), (None, True)],
+    [
+        (100, False),
+        pytest.param(256, False, marks=pytest.mark.campaign),
+        pytest.param(None, True, marks=pytest.mark.campaign),
+    ],
 )
 def test_the_mean_over_tokens_puts_no_common_factor_on_bf16_gradients(
     block_size: int | None, compiled: bool
