@@ -261,6 +261,7 @@ def test_an_exported_run_goes_on_and_replaces_only_its_own_export(shell) -> None
     assert "export.hugging_face" in refused.errors
 
 
+@pytest.mark.campaign  # mt-train has the verdict of a table, in less time
 def test_a_memory_verdict_names_a_change_that_helps(shell) -> None:
     (shell.folder / "large.yaml").write_text(
         "model: {preset: llama3.2-1b}\ndata: {corpus: texts, glob: '**/*.txt'}\n"
