@@ -21,6 +21,7 @@ from mt_ckpt.value import FileRecord
 
 _WRONG_SLICE = "its content has changed: the crc32c of a slice differs from the manifest's"
 _WRONG_CRC = "its crc32c is not that of its values, so other programs would refuse it"
+_WRONG_INDEX = "its index gives other places than its slices have"
 _REQUESTS = 16  # at a time to an object store, for small objects
 _ADVICE = "Load another step, or restore the files from a copy."
 
@@ -159,9 +160,8 @@ def check_chunk(path: Path, manifest: Manifest, name: str, spec: ArraySpec) -> N
             raise damage(path, manifest, name, _WRONG_SLICE)
     if spec.slices is None:
         return
-    places, end = spec.slice_index(), content[spec.num_slices * size :]
-    if end[:-CRC_BYTES].tobytes() != places or not _has_crc(end):
-        raise damage(path, manifest, name, "its index gives other places than its slices have")
+    if not _is_index(content[spec.num_slices * size :], spec):
+        raise damage(path, manifest, name, _WRONG_INDEX)
 
 
 def _is_recorded(piece: np.ndarray, record: FileRecord, number: int) -> bool:
@@ -169,11 +169,15 @@ def _is_recorded(piece: np.ndarray, record: FileRecord, number: int) -> bool:
     return piece[-CRC_BYTES:].tobytes().hex() == record.sums[8 * number : 8 * number + 8]
 
 
-def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray) -> None:
-    """Read the values of a chunk, and check its digest.
+def _is_index(end: np.ndarray, spec: ArraySpec) -> bool:
+    """Return whether the bytes behind the slices of a chunk say where these are."""
+    return end[:-CRC_BYTES].tobytes() == spec.slice_index() and _has_crc(end)
 
-    The digest covers the stored crc32c too, which is for readers without the manifest. The values
-    are there before the check, so that they pass through memory once.
+
+def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray) -> None:
+    """Read the values of a chunk, and check its digest and crc32c.
+
+    The values are there before the check, so that they pass through memory once.
 
     Raises:
         DamageError: The chunk is not what the manifest says.
@@ -187,10 +191,13 @@ def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray) -> N
         for start in range(0, into.size, BLOCK_BYTES):
             block = into[start : start + BLOCK_BYTES]
             _fill(stream, block)
-            sums.add_stored(block)
+            sums.add(block)
         _fill(stream, crc)
+    found = sums.crc
     sums.add_stored(crc)
     _check(path, manifest, name, sums.digest)
+    if not np.array_equal(crc, found):
+        raise damage(path, manifest, name, _WRONG_CRC)
 
 
 def read_slices(
@@ -209,23 +216,27 @@ def read_slices(
         name: Path of the chunk.
         spec: Its array.
         take: Called with the number of each slice and its values, which the next one overwrites.
-        numbers: The slices to read, whose crc32c are compared with the manifest's; by default all,
-            and the digest is checked.
+        numbers: The slices to read, whose crc32c are checked and compared with the manifest's; by
+            default all, with digest and index.
 
     Raises:
         DamageError: The chunk is not what the manifest says. Values were taken before.
     """
     record = manifest.files[name]
-    sums = Sums(record.digest.partition(":")[0])
+    sums, wrong = Sums(record.digest.partition(":")[0]), ""
     memory = np.empty(spec.slice_bytes, np.uint8)
     with _opened(path, manifest, name, parts=numbers is not None) as stream:
         for number in range(spec.num_slices) if numbers is None else numbers:
             if numbers is not None:
                 stream.seek(number * spec.slice_bytes)
             _fill(stream, memory)
+            if not _has_crc(memory):
+                wrong = wrong or _WRONG_CRC
+            if not _is_recorded(memory, record, number):
+                wrong = _WRONG_SLICE
             if numbers is None:
                 sums.add_stored(memory)
-            elif not (_has_crc(memory) and _is_recorded(memory, record, number)):
+            elif wrong:
                 raise damage(path, manifest, name, _WRONG_SLICE)
             take(number, memory[:-CRC_BYTES])
         if numbers is not None:
@@ -234,6 +245,8 @@ def read_slices(
         _fill(stream, end)
     sums.add_stored(end)
     _check(path, manifest, name, sums.digest)
+    if wrong := wrong or ("" if _is_index(end, spec) else _WRONG_INDEX):
+        raise damage(path, manifest, name, wrong)
 
 
 def _fill(stream: BinaryIO, block: np.ndarray) -> None:

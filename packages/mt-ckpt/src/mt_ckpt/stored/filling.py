@@ -20,7 +20,7 @@ from mt_ckpt.dtype import dtype_name, from_stored
 from mt_ckpt.grid import Box, chunk_indices, chunk_number, overlap
 from mt_ckpt.manifest import Manifest
 from mt_ckpt.shard import TensorShard
-from mt_ckpt.stored.content import read_chunk, read_file, read_slices
+from mt_ckpt.stored.content import check_pack, read_chunk, read_slices
 
 THREADS = 4
 _BATCH = 1024
@@ -119,7 +119,7 @@ class Filler:
             last = self._last
         if last is not None and last[0] == name:
             return last[1]
-        content = read_file(self._path, self._manifest, name)
+        content = check_pack(self._path, self._manifest, name)
         with self._lock:
             self._last = (name, content)
         return content
