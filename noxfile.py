@@ -177,18 +177,23 @@ def operators(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def campaign(session: nox.Session) -> None:
-    """The exhaustive and long tests, into their ledger; `-- FOLDER` brings only its rows."""
+    """The exhaustive and long tests, into their ledger; `-- mt-x` brings that package's rows only.
+
+    `-- FILE` and `-- FOLDER` bring theirs.
+    """
     report = str(Path(session.create_tmp()) / "campaign.xml")
     options = ["-m", "campaign and not gpu", "--junitxml", report]
+    options += ["-n", os.environ.get("MT_LANES", "2"), "--dist", "worksteal"]
     threads = {"OMP_NUM_THREADS": "1"}  # several ranks on few cores
-    wanted = session.posargs or test_folders()
+    named = [f"packages/{each}/tests" if each in PACKAGES else each for each in session.posargs]
+    wanted = named or test_folders()
     try:
         session.run(*DEV, "pytest", *options, *wanted, env=threads)
     finally:
         ledger = [*DEV, "python", "tools/ledger.py", report, "--out", "docs/campaign.md"]
         if not session.posargs:
             session.run(*ledger)
-        elif all(Path(each).exists() for each in session.posargs):  # whole files, no choice of rows
+        elif all(Path(each).exists() for each in named):  # whole files, no choice of rows
             session.run(*ledger, "--merge")
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from mt_ckpt import (
     CheckpointError,
+    Keep,
     TensorShard,
     clean,
     latest_checkpoint,
@@ -114,6 +115,16 @@ def test_retention_keeps_the_newest_and_never_what_latest_names(tmp_path):
     save(tmp_path, 17, keep=1)
     assert names(tmp_path) == ["latest", "step_00000017", "step_00000020"]
     assert load(latest_checkpoint(tmp_path)) == 17
+
+
+def test_retention_keeps_every_mth_step_of_this_run(tmp_path):
+    for step in range(1, 9):
+        save(tmp_path, step, keep=Keep(2, every=3))
+    assert [n[-1] for n in names(tmp_path)[1:]] == ["3", "6", "7", "8"]
+    # The run goes back before a multiple, which is of an abandoned run then.
+    (tmp_path / "latest").write_text("step_00000003\n")
+    save(tmp_path, 7, keep=Keep(1, every=3))
+    assert [n[-1] for n in names(tmp_path)[1:]] == ["3", "7", "8"]
 
 
 def test_retention_happens_after_latest_has_moved(tmp_path):

@@ -12,6 +12,7 @@ from mt_ckpt.load import inspect_checkpoint as inspect_checkpoint
 from mt_ckpt.load import load_checkpoint as load_checkpoint
 from mt_ckpt.load import open_arrays as open_arrays
 from mt_ckpt.manifest import Manifest as Manifest
+from mt_ckpt.root import Keep as Keep
 from mt_ckpt.root import clean as clean
 from mt_ckpt.root import latest_checkpoint as latest_checkpoint
 from mt_ckpt.save import save_checkpoint as save_checkpoint

@@ -17,6 +17,7 @@ from mt_files import check_type
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.path import as_path, disk_of
 from mt_ckpt.ranks import Ranks
+from mt_ckpt.root import Keep
 from mt_ckpt.save import Save
 from mt_ckpt.shard import TensorShard
 
@@ -58,7 +59,7 @@ class BackgroundSaver:
         root: str | Path,
         *,
         group: dist.ProcessGroup | None = None,
-        keep: int | None = None,
+        keep: int | Keep | None = None,
         on_event: Callable[[str], None] | None = None,
     ) -> None:
         self._root, self._keep = as_path(root), keep

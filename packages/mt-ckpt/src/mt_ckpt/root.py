@@ -6,6 +6,7 @@ import contextlib
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -220,8 +221,29 @@ def move_latest(disk: Disk, root: Path, step: int) -> None:
     sync(disk, root)
 
 
-def retain(disk: Disk, root: Path, keep: int, step: int, *, after: int | None) -> None:
-    """Remove all but `keep` of the steps up to `step`, which `latest` names.
+@dataclass(frozen=True)
+class Keep:
+    """The steps that stay after a save.
+
+    Attributes:
+        newest: Number of newest steps.
+        every: Steps that are multiples of this stay too. None: no others.
+
+    Raises:
+        ValueError: One of them is not an int of at least 1.
+    """
+
+    newest: int
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for value in (self.newest, 1 if self.every is None else self.every):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"keep must be None or an int of at least 1, not {value!r}")
+
+
+def retain(disk: Disk, root: Path, keep: Keep, step: int, *, after: int | None) -> None:
+    """Remove the steps up to `step`, which `latest` names, that `keep` doesn't have.
 
     Steps newer than `step` (from before a run went back) are kept. A step that a reader holds stays
     until a later save.
@@ -229,15 +251,17 @@ def retain(disk: Disk, root: Path, keep: int, step: int, *, after: int | None) -
     Args:
         disk: The disk.
         root: Folder of the checkpoints.
-        keep: Number of steps to keep, the newest of this run.
+        keep: What stays; all of it is of this run.
         step: The step just saved.
         after: The step from which this run continued; steps in between belong to an abandoned run
             and are removed first.
     """
     steps = {number: path for number, path in committed_steps(root).items() if number <= step}
     given_up = [number for number in steps if after is not None and after < number < step]
-    order = [*given_up, *(number for number in steps if number not in given_up)]
-    remove_steps(disk, root, steps, order[:-keep])
+    own = [number for number in steps if number not in given_up]
+    going = [*given_up, *own][: -keep.newest]
+    milestones = {number for number in own if keep.every and number % keep.every == 0}
+    remove_steps(disk, root, steps, [number for number in going if number not in milestones])
 
 
 def remove_steps(

@@ -35,6 +35,7 @@ from mt_ckpt.plan import describe_shards, own_shards, plan_arrays
 from mt_ckpt.ranks import Ranks
 from mt_ckpt.root import (
     LATEST,
+    Keep,
     committed_steps,
     hidden_name,
     lock_root,
@@ -63,7 +64,7 @@ def save_checkpoint(
     metadata: dict[str, Any],
     *,
     group: dist.ProcessGroup | None = None,
-    keep: int | None = None,
+    keep: int | Keep | None = None,
     on_event: Callable[[str], None] | None = None,
 ) -> Path:
     """Save arrays whose boxes are spread over the ranks of `group`.
@@ -85,7 +86,8 @@ def save_checkpoint(
             as pages of a file, are not in memory together.
         metadata: JSON values with string keys; rank 0's are stored. Tuples become lists.
         group: All ranks that save; needs a CPU backend (gloo). None: this process saves alone.
-        keep: Number of checkpoints to keep, including this one. None: all.
+        keep: Number of checkpoints to keep, including this one; with a `Keep`, every m-th step too.
+            None: all.
         on_event: Called with the points reached: on every rank `save.begin`, `save.arrays` (the
             plan is agreed and the metadata on disk), `save.data` (this rank's chunks are synced);
             then on rank 0 `save.manifest`, `save.before_rename`, `save.after_rename`,
@@ -120,7 +122,7 @@ class Save:
     shards: list[TensorShard]
     metadata: dict[str, Any]
     _: KW_ONLY
-    keep: int | None
+    keep: int | Keep | None
     event: Callable[[str], None]
     locks: bool = False
     disk: Disk = field(default_factory=Disk)
@@ -169,8 +171,8 @@ class Save:
         """Describe this rank's boxes, on every rank."""
         if type(self.step) is not int or not 0 <= self.step < 10**18:
             raise ValueError(f"step must be an int from 0 to 10**18 - 1, not {self.step!r}")
-        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
-            raise ValueError(f"keep must be None or an int of at least 1, not {self.keep!r}")
+        if not (self.keep is None or isinstance(self.keep, Keep)):
+            self.keep = Keep(self.keep)  # or say what is wrong with it
         self.event("save.begin")
         for shard in self.shards:
             check_type("every one of shards", shard, TensorShard)
@@ -328,7 +330,7 @@ class Save:
             named = self.publish(manifest)
         else:
             named = self.stored.publish(manifest, check_free=self.check_free, event=self.event)
-        if self.keep is not None:
+        if isinstance(self.keep, Keep):
             retain(self.disk, self.root, self.keep, self.step, after=named)
 
     def publish(self, manifest: Manifest) -> int | None:

@@ -144,6 +144,7 @@ class CheckpointSection:
             null saves at the end only.
         keep: Number of checkpoints to keep. null keeps all saves by steps, and the newest two saves
             by time.
+        keep_every: Also keep the steps that are multiples of this, such as 10,000.
         async_: Save in the background: training waits only for a copy of the weights and moments in
             the memory of the host, and a thread writes it. The next save, and the end of the run,
             wait for it.
@@ -158,6 +159,7 @@ class CheckpointSection:
 
     every: int | str | None = "10min"
     keep: int | None = None
+    keep_every: int | None = None
     async_: bool = False
     dir: str | None = path_field(stored=True)
     load: str | None = path_field("", stored=True)
@@ -165,7 +167,10 @@ class CheckpointSection:
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        checks.at_least(1, "keep")
+        checks.at_least(1, "keep", "keep_every")
+        if self.keep_every is not None and (self.keep is None or self.every_steps is None):
+            text = "these stay beside the newest of regular saves; give checkpoint.keep too, and "
+            checks.add("keep_every", text + "checkpoint.every as a number of steps")
         if isinstance(self.every, int):
             checks.at_least(1, "every")
         elif self.every is not None and not self.every_seconds:

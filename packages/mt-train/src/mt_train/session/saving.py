@@ -11,6 +11,7 @@ import torch
 from mt_ckpt import (
     BackgroundSaver,
     CheckpointError,
+    Keep,
     RunFolder,
     TensorShard,
     inspect_checkpoint,
@@ -37,7 +38,7 @@ def background_saver(trainer: Trainer, root: str | Path) -> BackgroundSaver:
     return BackgroundSaver(
         root,
         group=None if group is None else twin_group(group, "saves"),
-        keep=trainer.config.checkpoint.kept,
+        keep=_kept(trainer),
         on_event=trainer.on_event,
     )
 
@@ -79,7 +80,7 @@ def save(
         _to_write(trainer),
         metadata,
         group=trainer.state.group(WORLD),
-        keep=trainer.config.checkpoint.kept,
+        keep=_kept(trainer),
         on_event=trainer.on_event,
     )
 
@@ -248,6 +249,11 @@ def _take_weights(
         inner.set_master(name, tensor)  # where remainders are kept it came as a copy
     if inner.ema is not None and restart_ema:
         inner.ema.restart()
+
+
+def _kept(trainer: Trainer) -> Keep | None:
+    section = trainer.config.checkpoint
+    return None if section.kept is None else Keep(section.kept, every=section.keep_every)
 
 
 def _is_finite(trainer: Trainer) -> bool:
