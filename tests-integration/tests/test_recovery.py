@@ -99,6 +99,34 @@ def test_a_rank_killed_beside_saves_in_the_background_continues_to_the_same_bits
     assert_equal_bits(tmp_path, undisturbed, arrays, losses)
 
 
+@pytest.mark.parametrize(
+    ("point", "nth", "steps", "nproc"),
+    [
+        ("train.update", 6, {4}, 2),
+        pytest.param("train.update", 8, {6}, 1, marks=pytest.mark.campaign),
+        pytest.param("copy.piece", 3, {4, 6}, 2, marks=pytest.mark.campaign),
+        pytest.param("copy.whole", 3, {6}, 2, marks=pytest.mark.campaign),
+    ],
+)
+def test_a_killed_rank_continues_from_the_copies_in_memory(
+    point, nth, steps, nproc, tiny, undisturbed, tmp_path, arrays, losses
+) -> None:
+    (memory := tmp_path / "memory").mkdir()
+    out, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    own = ("checkpoint.every=null", "checkpoint.copy_every=2", f"checkpoint.copy_dir={memory}")
+    with pytest.raises(RankDied):
+        tiny.train(out, *OPTIONS, *own, nproc=2, on_event=KillAt(point, rank=1, nth=nth))
+    assert not list(checkpoints.glob("step_*"))
+    tiny.train(out, *OPTIONS, *own, f"parallel.tp={nproc}", nproc=nproc)
+    if nproc == 2:
+        assert_equal_bits(out, undisturbed, arrays, losses)
+    assert losses(out) == pytest.approx(losses(undisturbed), rel=1e-6)
+    saved = {int(path.name[5:]) for path in checkpoints.glob("step_*")}
+    assert len(saved) == 2
+    assert saved <= steps | {8}
+    assert not list(memory.rglob("rank_*"))
+
+
 # What a kind of run keeps beside weights and moments has to come back too: the shards, the
 # router's balance, scales of fp8, states in the host's memory, the loss scale, SOAP's bases.
 KINDS = {

@@ -23,6 +23,7 @@ from mt_ckpt.state import save as save
 
 if TYPE_CHECKING:
     from mt_ckpt.background import BackgroundSaver as BackgroundSaver
+    from mt_ckpt.copies import MemoryCopies as MemoryCopies
     from mt_ckpt.exchange.megatron import open_megatron as open_megatron
     from mt_ckpt.run import RunFolder as RunFolder
     from mt_ckpt.run import SavedAdapters as SavedAdapters

@@ -148,6 +148,11 @@ class CheckpointSection:
         async_: Save in the background: training waits only for a copy of the weights and moments in
             the memory of the host, and a thread writes it. The next save, and the end of the run,
             wait for it.
+        copy_every: Number of steps between copies of the state in the memory of this rank's node
+            and of the next one. If ranks or a node are lost, the same command goes on from the
+            newest copy. null makes none.
+        copy_dir: Folder in each node's memory for these copies, which take four times what the
+            node's ranks write to a checkpoint.
         dir: Folder for the checkpoints of this run alone; by default `checkpoints` in its folder.
             It may be a URL of an object store, such as `s3://bucket/my/checkpoints`; everything
             else of the run stays in its folder.
@@ -161,13 +166,15 @@ class CheckpointSection:
     keep: int | None = None
     keep_every: int | None = None
     async_: bool = False
+    copy_every: int | None = None
+    copy_dir: str = "/dev/shm"  # noqa: S108 - a folder of its own in it, for this user alone
     dir: str | None = path_field(stored=True)
     load: str | None = path_field("", stored=True)
     load_mode: Literal["continue", "weights"] = "continue"
 
     def __post_init__(self) -> None:
         checks = Checks(self)
-        checks.at_least(1, "keep", "keep_every")
+        checks.at_least(1, "keep", "keep_every", "copy_every")
         if self.keep_every is not None and (self.keep is None or self.every_steps is None):
             text = "these stay beside the newest of regular saves; give checkpoint.keep too, and "
             checks.add("keep_every", text + "checkpoint.every as a number of steps")

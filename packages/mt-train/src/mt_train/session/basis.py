@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from mt_train.data.corpus import (
 from mt_train.parts.registry import wanted_parts
 from mt_train.problem import ConfigError
 from mt_train.session.exporting import exports_of, obstacle_of
+from mt_train.session.saving import memory_copies
 from mt_train.session.starting import Start, check_start, find_start
 from mt_train.training.freezing import check_freezing
 from mt_train.training.optimization import check_overrides
@@ -73,30 +75,44 @@ def prepare_on_all_ranks(
     Raises:
         OtherRankError: It failed on another rank, which raised the error itself.
     """
-    basis: Basis | None = None
-    step: int | None = None
-    for first, works in ((True, env.rank == 0), (False, env.rank != 0 and env.local_rank == 0)):
-        error: Exception | None = None
-        if works:
-            try:
-                if first:
-                    _take_folder(loaded, out, stack)
-                basis = _prepare_folder(loaded, out, held, step)
-            except Exception as caught:  # noqa: BLE001 - raised once the others were told
-                error = caught
-        is_config = isinstance(error, ConfigError)
-        saved = basis.start.saved if basis is not None and env.rank == 0 else None
-        chosen = 0 if saved is None else saved.step
-        failed, of_config, chosen = summed(state, error is not None, is_config, chosen)
-        if error is not None:
-            raise error
-        if failed:
-            raise OtherRankError(is_config=of_config > 0)
-        step = int(chosen)
-    if basis is not None:
-        return basis
+    first, next_ = env.rank == 0, env.rank != 0 and env.local_rank == 0
+    made: list[Basis] = []
+
+    def prepare(step: int | None) -> int:
+        basis = _prepare_folder(loaded, out, held, step)
+        made.append(basis)
+        return 0 if basis.start.saved is None else basis.start.saved.step
+
+    _agreed(state, lambda: _take_folder(loaded, out, stack) or 0, if_=first)
+    copies = memory_copies(state, loaded.config, out)
+    if copies is not None:
+        copies.restore()
+    step = _agreed(state, lambda: prepare(None), if_=first)
+    _agreed(state, lambda: prepare(step), if_=next_)
+    if made:
+        return made[0]
     start = find_start(loaded, out, held, step=step)
     return _checked(loaded, prepare_corpus(loaded, out, tokenizer=start.tokenizer), start, out)
+
+
+def _agreed(state: ParallelState, action: Callable[[], int], *, if_: bool) -> int:
+    """Do something on the ranks that are to, and return the sum of what it returns, on all ranks.
+
+    Raises:
+        OtherRankError: It failed on another rank, which raises the error itself.
+    """
+    error, number = None, 0
+    try:
+        number = action() if if_ else 0
+    except Exception as caught:  # noqa: BLE001 - raised once the others were told
+        error = caught
+    is_config = isinstance(error, ConfigError)
+    failed, of_config, total = summed(state, error is not None, is_config, number)
+    if error is not None:
+        raise error
+    if failed:
+        raise OtherRankError(is_config=of_config > 0)
+    return int(total)
 
 
 def _take_folder(loaded: LoadedConfig, out: Path, stack: ExitStack) -> None:

@@ -186,6 +186,8 @@ class _Session:
             saving.fill_pretrained(self.trainer, self.start.pretrained, vocab_multiple=multiple)
         self._last_save = 0.0
         self._background: BackgroundSaver | None = None
+        self._copies = saving.memory_copies(state, config, out, on_event)
+        self._saved_step = self.trainer.progress.step if self.start.own else None
         self._said: Path | None = None  # the last save in the background that was reported
 
     def _open_held_out(
@@ -209,7 +211,6 @@ class _Session:
         self._close_later(stack)
         reporter = self._open_reporter(stack)
         self._announce(reporter)
-        saved_step = trainer.progress.step if self.start.own else None
         self._note_saved(self.start.path if self.start.own else None)
         self._open_saver(stack)
         evaluation: Record | None = None
@@ -229,10 +230,9 @@ class _Session:
                 stopped = self._evaluate(reporter) is None
             if step.save or _is_due(self.config.checkpoint.every_steps, number):
                 self._save(reporter)
-                saved_step = number
-        if saved_step != trainer.progress.step:
-            self._save(reporter)
-        self._finish_save(reporter)
+            else:
+                self._copy(reporter)
+        self._save_last(reporter)
         if not stopped and self.held_out:
             evaluation = self._evaluate(reporter)
             stopped = evaluation is None
@@ -417,9 +417,8 @@ class _Session:
     def _save(self, reporter: Reporter) -> None:
         reporter.sync()  # what is on record of a step is never younger than its checkpoint
         root = self.config.checkpoint.folder(self.out)
-        samples = self.trainer.progress.samples
-        mixture = self.drawing.mixture(samples)
-        now = replace(self.saved, data=mixture, consumed_samples=samples)
+        now = self._now()
+        self._saved_step = self.trainer.progress.step
         if self._background is None:
             path = saving.save(self.trainer, root, now)
             self._note_saved(path)
@@ -428,6 +427,25 @@ class _Session:
         self._finish_save(reporter)
         saving.save(self.trainer, root, now, self._background)
         self._last_save = time.monotonic()
+
+    def _copy(self, reporter: Reporter) -> None:
+        """Copy the state into the memory of nodes after the steps that are to be copied."""
+        every = self.config.checkpoint.copy_every
+        if self._copies is not None and _is_due(every, self.trainer.progress.step):
+            reporter.sync()  # as for a save
+            saving.copy(self.trainer, self._copies, self._now())
+
+    def _save_last(self, reporter: Reporter) -> None:
+        if self._saved_step != self.trainer.progress.step:
+            self._save(reporter)
+        self._finish_save(reporter)
+        if self._copies is not None:
+            self._copies.clear()
+
+    def _now(self) -> SavedRun:
+        samples = self.trainer.progress.samples
+        mixture = self.drawing.mixture(samples)
+        return replace(self.saved, data=mixture, consumed_samples=samples)
 
     def _open_saver(self, stack: ExitStack) -> None:
         if self.config.checkpoint.async_:

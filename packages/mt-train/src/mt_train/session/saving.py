@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from mt_ckpt import (
     BackgroundSaver,
     CheckpointError,
     Keep,
+    MemoryCopies,
     RunFolder,
     TensorShard,
     inspect_checkpoint,
@@ -22,10 +23,11 @@ from mt_ckpt import (
 )
 from mt_hf import open_pretrained
 from mt_model import saved_buffers
-from mt_parallel_state import PartitionSpec, shard_param, sharding_of, twin_group
+from mt_parallel_state import ParallelState, PartitionSpec, shard_param, sharding_of, twin_group
 from torch.nn import Parameter
 
 from mt_train.agreement import WORLD, summed
+from mt_train.config.run_config import RunConfig
 from mt_train.parts.registry import PARTS
 from mt_train.session.saved import ResumeError, SavedRun
 from mt_train.training.base_codes import codes_of, fill_codes, is_code
@@ -41,6 +43,24 @@ def background_saver(trainer: Trainer, root: str | Path) -> BackgroundSaver:
         keep=_kept(trainer),
         on_event=trainer.on_event,
     )
+
+
+def memory_copies(
+    state: ParallelState,
+    config: RunConfig,
+    out: Path,
+    on_event: Callable[[str], None] | None = None,
+) -> MemoryCopies | None:
+    """Return the copies of a run in the memory of its nodes, if it has them; every rank calls it.
+
+    Raises:
+        CheckpointError: Their folder can't be made.
+    """
+    section = config.checkpoint
+    if section.copy_every is None:
+        return None
+    root, group = section.folder(out), state.group(WORLD)
+    return MemoryCopies(section.copy_dir, root, group=group, on_event=on_event)
 
 
 def save(
@@ -62,27 +82,24 @@ def save(
         CheckpointError: Saving failed, or the last save in the background did; earlier checkpoints
             are unchanged.
     """
-    if not _is_finite(trainer):
-        raise NonFiniteLossError(
-            f"after step {trainer.progress.step} some weights are not finite, so it is not saved, "
-            f"and what is saved is as before; lower optimizer.lr, lengthen optimizer.warmup or "
-            "lower training.grad_clip, then run the same command again"
-        )
-    scaler = trainer.optimizer.scaler
-    now = saved.at(trainer.progress, None if scaler is None else scaler.state)
-    step, metadata = trainer.progress.step, now.metadata(dataclasses.asdict(trainer.state.layout))
+    step, shards, metadata = _contents(trainer, saved)
     if background is not None:
-        background.save(step, _to_write(trainer), metadata)
+        background.save(step, shards, metadata)
         return None
     return save_checkpoint(
         root,
         step,
-        _to_write(trainer),
+        shards,
         metadata,
         group=trainer.state.group(WORLD),
         keep=_kept(trainer),
         on_event=trainer.on_event,
     )
+
+
+def copy(trainer: Trainer, copies: MemoryCopies, saved: SavedRun) -> None:
+    """Copy the whole training state after a step into memory; see `save`."""
+    copies.save(*_contents(trainer, saved))
 
 
 def fill(trainer: Trainer, path: Path, saved: SavedRun | None, *, weights_only: bool) -> None:
@@ -249,6 +266,19 @@ def _take_weights(
         inner.set_master(name, tensor)  # where remainders are kept it came as a copy
     if inner.ema is not None and restart_ema:
         inner.ema.restart()
+
+
+def _contents(trainer: Trainer, saved: SavedRun) -> tuple[int, list[TensorShard], dict[str, Any]]:
+    if not _is_finite(trainer):
+        raise NonFiniteLossError(
+            f"after step {trainer.progress.step} some weights are not finite, so it is not saved, "
+            f"and what is saved is as before; lower optimizer.lr, lengthen optimizer.warmup or "
+            "lower training.grad_clip, then run the same command again"
+        )
+    scaler = trainer.optimizer.scaler
+    now = saved.at(trainer.progress, None if scaler is None else scaler.state)
+    metadata = now.metadata(dataclasses.asdict(trainer.state.layout))
+    return trainer.progress.step, _to_write(trainer), metadata
 
 
 def _kept(trainer: Trainer) -> Keep | None:
