@@ -87,15 +87,18 @@ def test_a_prompt_too_long_is_one_message(saved_run, generate, launched) -> None
     )
 
 
-def test_of_the_ranks_of_a_node_one_says_what_is_wrong(saved_run, generate, monkeypatch) -> None:
-    for rank, said in ((0, 1), (1, 0)):
+def test_a_rank_that_no_launcher_ends_says_what_is_wrong_with_it(
+    saved_run, generate, monkeypatch
+) -> None:
+    """After a wait, in which the launcher ends it if the first rank of the node says the same."""
+    waits: list[float] = []
+    monkeypatch.setattr("mt_infer.console.time.sleep", waits.append)
+    for rank in (0, 1):
         variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
         for name, value in {**variables, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
             monkeypatch.setenv(name, str(value))
         code, out, err = generate(saved_run / "nowhere")
-        assert (code, out, err.count("\n")) == (1, "", said)
-    _, _, err = generate(saved_run, prompt="-")
-    assert err == ""
+        assert (code, out, err.count("\n"), len(waits)) == (1, "", 1, rank)
 
 
 def test_a_missing_folder_is_one_message(tmp_path, generate, launched) -> None:
