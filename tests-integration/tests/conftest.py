@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mt_data import BatchSampler
-from mt_testing import Programs, RankPool
+from mt_testing import KillAt, Programs, RankDied, RankPool
 
 # What our programs import when a run begins.
 IMPORTED = ("mt_train.cli", "mt_train.session.run", "mt_infer.cli", "mt_hf.commands.cli")
@@ -68,7 +69,7 @@ class Recorder:
             def step(self, step):
                 batches = super().step(step)
                 numbers = [int(number) for ids in self.sample_ids(step) for number in ids]
-                rows = {n: digest(self.dataset, n) for n in numbers}
+                rows = {n: digests(self.dataset, n) for n in numbers}
                 with path.open("a") as file:
                     file.write(json.dumps({"step": step, "rows": rows}) + "\n")
                 return batches
@@ -76,12 +77,10 @@ class Recorder:
         return RecordingSampler
 
 
-def digest(dataset: Any, number: int) -> str:
-    """Return the digest of a sample: of its tokens, or of all arrays of its row."""
-    if not hasattr(dataset, "row"):
-        return blake2b(bytes(dataset.sample(number))).hexdigest()
-    row = dataset.row(number)
-    return blake2b(b"".join(bytes(row[name]) for name in sorted(row))).hexdigest()
+def digests(dataset: Any, number: int) -> dict[str, str]:
+    """Return the digest of each array of a sample: of its tokens, or of those of its row."""
+    row = dataset.row(number) if hasattr(dataset, "row") else {"tokens": dataset.sample(number)}
+    return {name: blake2b(bytes(array)).hexdigest() for name, array in row.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +141,10 @@ class Runner:
     ) -> None:
         """Train on the ranks of a layout, which record what they read in files that `log` begins.
 
-        `layout` is a number of ranks and the axis that they share; `begin` is called on `rank`.
+        `layout` is a number of ranks and overrides of its own; `begin` is called on `rank`.
         """
-        nproc, axis = layout
-        split = [f"parallel.{axis}={nproc}"] if axis in ("tp", "pp", "cp") else []
-        micro = ["training.micro_batch_size=1"] if axis == "pp" else []
-        config, given = self.config, self.overrides((*overrides, *split, *micro))
+        nproc, *own = layout
+        config, given = self.config, self.overrides((*overrides, *own))
 
         def body() -> None:
             import torch.distributed as dist
@@ -231,9 +228,12 @@ def metrics_of() -> Callable[[Path], list[dict]]:
     return metrics
 
 
-def _consumed(folder: Path) -> dict[int, dict[str, str]]:
+Consumed = dict[int, dict[str, dict[str, str]]]  # of a step, a sample and an array, the digest
+
+
+def _consumed(folder: Path) -> Consumed:
     """Return the samples of each step, over all ranks and attempts, each with the same content."""
-    steps: dict[int, dict[str, str]] = {}
+    steps: Consumed = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             try:
@@ -241,13 +241,13 @@ def _consumed(folder: Path) -> dict[int, dict[str, str]]:
             except json.JSONDecodeError:
                 continue  # its rank was killed as it wrote
             known = steps.setdefault(read["step"], {})
-            for number, tokens in read["rows"].items():
-                assert known.setdefault(number, tokens) == tokens, (path, read["step"], number)
+            for number, row in read["rows"].items():
+                assert known.setdefault(number, row) == row, (path, read["step"], number)
     return steps
 
 
 @pytest.fixture(scope="session")
-def consumed() -> Callable[[Path], dict[int, dict[str, str]]]:
+def consumed() -> Callable[[Path], Consumed]:
     return _consumed
 
 
@@ -272,6 +272,56 @@ def arrays() -> Callable[..., dict[str, np.ndarray]]:
         }
 
     return read
+
+
+POINTS = ("train.forward_backward", "train.reduce", "train.update", "save.data", "save.manifest")
+
+
+@pytest.fixture
+def kills_change_nothing(
+    tmp_path: Path, arrays, losses, record_property
+) -> Callable[..., set[str]]:
+    """Kill runs of 6 steps with 3 saves, each once, and let them go on, as the undisturbed run.
+
+    A third goes on with another layout. All consume the same content, which is why a run's loss is
+    the same to its rounding; where the layout is the same, it and all that is saved are the same
+    bits. Returns the names of the arrays that each consumed row has.
+    """
+
+    def run(runner: Runner, given, layouts: dict[str, tuple], name: str, kills: int) -> set[str]:
+        layout, draw = layouts[name], np.random.default_rng([*name.encode()])
+        others = [(1,), *(each for each in layouts.values() if each != layout)]
+        given = (*given, "training.steps=6", "checkpoint={every: 2, keep: 2}")
+        same, log = tmp_path / "same", tmp_path / "log-same"
+        log.mkdir()
+        runner.train_recorded(same, log / "one", given, layout)
+        expected, wanted = _consumed(log), arrays(same, 6, prefix="")
+        for turn in range(kills):
+            out, log = tmp_path / str(turn), tmp_path / f"log-{turn}"
+            log.mkdir()
+            point = str(draw.choice(POINTS))
+            nth, rank = int(draw.integers(1, 6 if "train" in point else 4)), int(draw.integers(2))
+            kill = KillAt(point, rank=0 if point == "save.manifest" else rank, nth=nth)
+            with pytest.raises(RankDied) as death:
+                runner.train_recorded(out, log / "first", given, layout, on_event=kill)
+            assert (death.value.point, death.value.rank) == (kill.point, kill.rank)
+            goes_on = others[int(draw.integers(len(others)))] if turn % 3 == 2 else layout
+            runner.train_recorded(out, log / "then", given, goes_on)
+            assert _consumed(log) == expected
+            if goes_on == layout:
+                ours = arrays(out, 6, prefix="")
+                assert ours.keys() == wanted.keys()
+                for array, value in ours.items():
+                    np.testing.assert_array_equal(value, wanted[array], err_msg=array)
+                assert losses(out) == losses(same)
+            else:
+                assert losses(out) == pytest.approx(losses(same), rel=1e-9)
+            shutil.rmtree(out)
+        record_property("kills", kills)
+        record_property("goings on with another layout", kills // 3)
+        return set.intersection(*({*row} for step in expected.values() for row in step.values()))
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,14 @@ OPTIONS = (
     "evaluation={every: 10, max_windows: 4}",
     "logging.every=1",
 )
-LAYOUTS = ((1, ""), (2, "dp"), (2, "tp"), (2, "pp"), (2, "cp"), (4, "dp"))
+LAYOUTS = (
+    (1,),
+    (2,),
+    (2, "parallel.tp=2"),
+    (2, "parallel.pp=2", "training.micro_batch_size=1"),
+    (2, "parallel.cp=2"),
+    (4,),
+)
 POINTS = ("train.forward_backward", "train.update", "evaluate.chunk", "save.data", "save.manifest")
 SHARDS = 6
 SCENES = ("phases", "ahead")
@@ -94,7 +101,7 @@ def undisturbed(tiny, short, scenes, tmp_path_factory, losses, consumed):
         (folder / "log").mkdir()
         before = ("data.build=before",) if scene == "ahead" else ()
         overrides = (*data, *before, *OPTIONS)
-        tiny.train_recorded(folder / "run", folder / "log" / "one", overrides, (1, ""))
+        tiny.train_recorded(folder / "run", folder / "log" / "one", overrides, (1,))
         steps = consumed(folder / "log")
         assert [int(n) for step in sorted(steps) for n in steps[step]] == [*range(STEPS * BATCH)]
         places = [short / "a"]

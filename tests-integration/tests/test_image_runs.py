@@ -20,7 +20,7 @@ from mt_files import ObjectStore
 from mt_hf import from_pretrained, open_pretrained, save_pretrained
 from mt_model import GPT, ClassPoolingConfig, ImageInputConfig, gpt, vit
 from mt_multimodal import ImageForm, ImageTextDataset, read_image_preprocessing
-from mt_testing import KillAt, RankDied, unsteady_store
+from mt_testing import unsteady_store
 from mt_tokenizer import ChatTemplate, load_tokenizer, train_tokenizer
 from mt_train import ConfigError, load_config
 from PIL import Image
@@ -277,49 +277,15 @@ def test_a_run_resumes_and_evaluates_alike_on_every_layout(
     assert ours == pytest.approx(theirs, rel=1e-9)
 
 
-POINTS = ("train.forward_backward", "train.reduce", "train.update", "save.data", "save.manifest")
-GOING_ON = ((1, ""), (2, "tp"), (2, "cp"), (2, "pp"), (2, "dp"), (4, "dp"))
-
-
 @pytest.mark.parametrize(
-    ("axis", "kills"),
-    [("dp", 1), *(pytest.param(axis, 25, marks=pytest.mark.campaign) for _, axis in GOING_ON[1:5])],
+    ("layout", "kills"),
+    [("dp2", 1), *(pytest.param(n, 25, marks=pytest.mark.campaign) for n in IN_CI)],
 )
 def test_kills_and_other_layouts_change_no_image_and_no_bit(
-    axis, kills, started, tmp_path, arrays, losses, consumed, record_property
+    layout, kills, started, kills_change_nothing
 ) -> None:
-    """A third of the kills goes on with another layout; all read the same rows and images."""
-    layout, draw = (2, axis), np.random.default_rng(ord(axis[0]))
-    given = ("training={steps: 6, global_batch_size: 4, micro_batch_size: 1, dtype: fp64, "
-             f"sequence_length: {LENGTH}}}", "checkpoint={every: 2, keep: 2}")  # fmt: skip
-    for out in ("same", "log-same"):
-        (tmp_path / out).mkdir()
-    started.train_recorded(tmp_path / "same", tmp_path / "log-same/log", given, layout)
-    expected, wanted = consumed(tmp_path / "log-same"), arrays(tmp_path / "same", 6, prefix="")
-    changes = 0
-    for turn in range(kills):
-        out, log = tmp_path / str(turn), tmp_path / f"log-{turn}"
-        log.mkdir()
-        point = str(draw.choice(POINTS))
-        nth, rank = int(draw.integers(1, 5 if "train" in point else 4)), int(draw.integers(2))
-        kill = KillAt(point, rank=0 if point == "save.manifest" else rank, nth=nth)
-        with pytest.raises(RankDied):
-            started.train_recorded(out, log / "first", given, layout, on_event=kill)
-        goes_on = GOING_ON[int(draw.integers(len(GOING_ON)))] if turn % 3 == 2 else layout
-        started.train_recorded(out, log / "then", given, goes_on)
-        assert consumed(log) == expected
-        changes += goes_on != layout
-        if goes_on != layout:
-            assert losses(out) == pytest.approx(losses(tmp_path / "same"), rel=1e-9)
-            continue
-        ours = arrays(out, 6, prefix="")
-        assert ours.keys() == wanted.keys()
-        for name, value in ours.items():
-            np.testing.assert_array_equal(value, wanted[name], err_msg=name)
-        assert losses(out) == losses(tmp_path / "same")
-        shutil.rmtree(out)
-    record_property("kills", kills)
-    record_property("goings on with another layout", changes)
+    given = ["training.micro_batch_size=1"]
+    assert "pixel_values" in kills_change_nothing(started, given, LAYOUTS, layout, kills)
 
 
 @pytest.mark.campaign
