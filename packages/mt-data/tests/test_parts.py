@@ -296,7 +296,7 @@ def processes_of(session):
     mine = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-            named = (path / "cmdline").read_bytes().startswith(b"ray::Job.run")
+            named = (path / "cmdline").read_bytes().startswith(b"ray::_run")
             if named or os.getsid(int(path.name)) == session:
                 mine.append(path.name)
     return mine

@@ -10,6 +10,7 @@ from mt_files import (
     ObjectStore,
     ObjectTries,
     StoredObject,
+    absolute_path,
     object_url,
 )
 from mt_files.folder import check_free
@@ -119,6 +120,13 @@ def test_a_store_that_stays_away_is_named(store):
 )
 def test_urls_of_stores_are_told_from_paths(path, url):
     assert object_url(path) == url
+
+
+def test_a_path_for_another_process_begins_at_the_root(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("a", Path("a"), f"file://{tmp_path}/a", tmp_path / "a"):
+        assert absolute_path(path) == str(tmp_path / "a")
+    assert absolute_path(Path("s3://bucket/a")) == "s3://bucket/a"
 
 
 def test_a_new_folder_is_not_made_in_a_store():

@@ -1,10 +1,6 @@
 """Stored neighbours are those that comparing all chunks finds, however they were made."""
 
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,66 +121,6 @@ def test_damaged_block_is_made_anew(small, tmp_path):
     with pytest.raises(DataError, match="was damaged, and is removed; give the same command"):
         find_neighbours(database, dataset, tmp_path / "n", part=Part(number=2, count=2))
     assert (all_ids(find_neighbours(database, dataset, tmp_path / "n")) == whole).all()
-
-
-KILLED = """
-import os, signal, sys
-from mt_data import IndexedDataset
-from mt_retro import Database, build_database, find_neighbours
-from pathlib import Path
-
-folder, moment, calls = Path(sys.argv[1]), int(sys.argv[2]), 0
-
-def counted(function):
-    def call(*arguments, **options):
-        global calls
-        calls += 1
-        if calls == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return function(*arguments, **options)
-    return call
-
-for name in ("open", "fsync", "replace", "unlink", "rmdir", "mkdir"):
-    setattr(os, name, counted(getattr(os, name)))
-database = build_database([folder / "c"], folder / "db")
-find_neighbours(database, IndexedDataset(folder / "c"), folder / "n")
-print(calls)
-"""
-
-
-@pytest.mark.parametrize(
-    "moments", [7, pytest.param(50, marks=pytest.mark.campaign)], ids=["few", "fifty"]
-)
-def test_kills_change_no_byte(corpora, tmp_path, moments):
-    """Kill at calls that touch files, from the first to the last, each time in a new folder."""
-    documents = corpora.drawn(np.random.default_rng(4), 500, 20)
-    reference = tmp_path / "reference"
-    reference.mkdir()
-    corpora.write(reference / "c", documents)
-    calls = int(killed_at(reference, 0))
-    draw = np.random.default_rng(5)
-    for moment in draw.choice(np.arange(1, calls + 1), moments, replace=False).tolist():
-        folder = tmp_path / str(moment)
-        folder.mkdir()
-        corpora.write(folder / "c", documents)
-        killed_at(folder, moment)
-        later = moment % 3  # sometimes the next one is killed too
-        if later:
-            killed_at(folder, 40 * later)
-        killed_at(folder, 0)
-        assert content(folder) == content(reference), moment
-
-
-def killed_at(folder, moment):
-    command = [sys.executable, "-c", KILLED, str(folder), str(moment)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode in ((0,) if moment == 0 else (0, -signal.SIGKILL)), done.stderr
-    return done.stdout
-
-
-def content(folder):
-    files = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def test_none_is_of_the_own_document_nor_reaches_into_it(corpora, tmp_path):

@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from mt_data.documents.split import split_ranges as split_ranges
     from mt_data.error import DataError as DataError
     from mt_data.error import DataFileError as DataFileError
+    from mt_data.jobs import Where as Where
+    from mt_data.jobs import run_jobs as run_jobs
     from mt_data.merge import merge_datasets as merge_datasets
     from mt_data.shards import ShardPlan as ShardPlan
     from mt_data.shards import Shards as Shards

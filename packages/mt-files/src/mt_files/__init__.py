@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from mt_files.argument import absolute_path as absolute_path
 from mt_files.argument import check_type as check_type
 from mt_files.argument import local_path as local_path
 from mt_files.argument import multiples_near as multiples_near

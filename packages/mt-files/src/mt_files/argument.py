@@ -34,6 +34,11 @@ def object_url(path: str | os.PathLike[str]) -> str | None:
     return None if match is None else f"{match[1]}://{text[match.end() :]}"
 
 
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return the path as another process finds it: from the root, or the URL of a store."""
+    return object_url(path) or os.path.abspath(local_path(path))
+
+
 def local_path(path: str | os.PathLike[str]) -> str:
     """Return the path that a `file://` URL names; any other text as it is."""
     from urllib.parse import unquote, urlsplit

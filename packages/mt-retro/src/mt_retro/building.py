@@ -84,7 +84,7 @@ def build_database(
     factory = choose_index(index, sum(len(source.chunks) for source in sources))
     if (folder / RECORD).exists():
         return _same(Database(folder), sources, (chunk, embed.name, factory))
-    check_empty(folder, {INDEX, *(source.folder_in(folder).name for source in sources)})
+    check_empty(folder, {RECORD, INDEX, *(source.folder_in(folder).name for source in sources)})
     for source in sources:
         place = source.folder_in(folder)
         if source.vectors is not None:

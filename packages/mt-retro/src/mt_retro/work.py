@@ -95,7 +95,7 @@ class Work:
         write_record(self.folder / PLAN, self.plan)
         mine = self._share(Part(number=1, count=1) if part is None else part)
         for done, number in enumerate(mine):
-            if self._read(number) is None:
+            if self._read(number) is None and not self._is_complete():
                 rows = make(number * self.block, min((number + 1) * self.block, self.shape[0]))
                 self._write(number, rows)
             if progress is not None:
@@ -122,20 +122,28 @@ class Work:
         return range(*ends)
 
     def _is_complete(self) -> bool:
-        """Tell whether the array is there; refuse a folder with another plan, or other files."""
-        for name in (RECORD, PLAN):
-            content = read_sealed(self.folder / name)
-            if content is None:
-                continue
-            wanted = json.loads(json.dumps(to_plain(self.plan)))
-            found: dict[str, object] = {key: content.get(key) for key in wanted}
-            if digest_of(found) != digest_of(wanted):
-                raise DataError(f"{self.folder} {_difference(found, wanted)}")
-            if name == RECORD and (self.folder / PLAN).exists():
-                tidy(self.folder)  # its process was killed just before
-            return name == RECORD
-        check_empty(self.folder, {_BLOCKS})
-        return False
+        """Tell whether the array is there; refuse a folder with another plan, or other files.
+
+        Others may begin or complete the folder meanwhile. The plan goes behind the record, so it is
+        looked for first.
+        """
+        is_begun, is_complete = self._has(PLAN), self._has(RECORD)
+        if is_complete and (is_begun or (self.folder / _BLOCKS).exists()):
+            tidy(self.folder)  # its process was killed just before, or another made a block again
+        if not (is_begun or is_complete):
+            check_empty(self.folder, {_BLOCKS, PLAN})
+        return is_complete
+
+    def _has(self, name: str) -> bool:
+        """Tell whether the folder has a file with this plan; refuse one with another plan."""
+        content = read_sealed(self.folder / name)
+        if content is None:
+            return False
+        wanted = json.loads(json.dumps(to_plain(self.plan)))
+        found: dict[str, object] = {key: content.get(key) for key in wanted}
+        if digest_of(found) != digest_of(wanted):
+            raise DataError(f"{self.folder} {_difference(found, wanted)}")
+        return True
 
     def _path(self, number: int) -> Path:
         return self.folder / _BLOCKS / f"{number:08d}"
@@ -152,6 +160,7 @@ class Work:
         if rows.shape != expected:
             raise DataError(f"made rows of the shape {rows.shape}; they must have {expected}")
         content = np.ascontiguousarray(rows, np.dtype(self.dtype).newbyteorder("<")).tobytes()
+        self._path(number).parent.mkdir(exist_ok=True)  # unless the folder was completed just now
         write_file(self._path(number), content, self._seal(number, content))
 
     def _read(self, number: int) -> bytes | None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from mt_files import Progress, say
 from mt_tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 from mt_data.commands.building import Recipe, Skipped
-from mt_data.commands.parts import build_in_parts, in_processes, on_ray, parts_folder
+from mt_data.commands.parts import build_in_parts, parts_folder
 from mt_data.documents.parts import Part
 from mt_data.documents.records import Format
 from mt_data.documents.source import STANDARD_INPUT
 from mt_data.documents.split import HeldOut
 from mt_data.error import DataError
+from mt_data.jobs import Where
 from mt_data.storage.indexed import check_prefix
 from mt_data.storage.writer import check_free
 
@@ -67,7 +67,7 @@ class Build:
     part: str | None = None
     parts: int | None = None
     held_out: float | None = None
-    on: Literal["processes", "ray"] = "processes"
+    on: Where = "processes"
     progress: bool = False
 
     def run(self) -> None:
@@ -100,8 +100,7 @@ class Build:
         if self.parts is None:
             built = recipe.build(tokenizer, progress)
         else:
-            run = on_ray if self.on == "ray" else in_processes
-            built = build_in_parts(recipe, self.parts, run, tokenizer, progress)
+            built = build_in_parts(recipe, self.parts, self.on, tokenizer, progress)
         built.skipped.say()
         sides = [built.stats, *([] if built.stats.held_out is None else [built.stats.held_out])]
         for prefix, stats in zip(recipe.prefixes, sides, strict=True):

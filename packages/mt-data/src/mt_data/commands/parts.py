@@ -5,18 +5,13 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import NamedTuple
 
-from mt_files import Progress, UserError, local_path, object_url, require, say
+from mt_files import Progress, UserError, absolute_path, say
 from mt_tokenizer import Tokenizer
 
 from mt_data.commands.building import Built, Recipe, Skipped
@@ -24,6 +19,7 @@ from mt_data.corpus import part_records
 from mt_data.documents.parts import Part
 from mt_data.documents.source import STANDARD_INPUT
 from mt_data.error import DataError
+from mt_data.jobs import Where, run_jobs
 from mt_data.merge import merge_datasets
 from mt_data.storage.indexed import IndexedDataset
 
@@ -61,19 +57,13 @@ class Job(NamedTuple):
         return self.recipe.build(self.tokenizer, Progress(shown=False))
 
 
-Run = Callable[[Sequence[Job], int], Iterator[Built]]
-
-
 def build_in_parts(
-    whole: Recipe, count: int, run: Run, tokenizer: Tokenizer, progress: Progress
+    whole: Recipe, count: int, on: Where, tokenizer: Tokenizer, progress: Progress
 ) -> Built:
     """Build the parts that are not there yet, side by side, then join them into one dataset."""
     if STANDARD_INPUT in whole.sources:
         raise DataError("standard input can't be read in parts; give files")
-    if whole.workers < 1:
-        raise DataError(f"--workers is {whole.workers}; it must be at least 1")
-    local = (source if object_url(source) else local_path(source) for source in whole.sources)
-    sources = tuple(source if object_url(source) else os.path.abspath(source) for source in local)
+    sources = tuple(map(absolute_path, whole.sources))
     folder = parts_folder(whole.out)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
@@ -88,12 +78,13 @@ def build_in_parts(
             )
             for number in range(1, max(count, 1) + 1)
         ]
-        jobs = [Job(part, tokenizer) for part in parts if not _is_built(part, tokenizer)]
+        jobs = [Job(part, tokenizer).run for part in parts if not _is_built(part, tokenizer)]
         if len(jobs) < count:
             say(f"{count - len(jobs)} of {count} parts are built; going on with the others")
         skipped, encoder = Skipped(), "an earlier run of this build"
         try:
-            for done, built in enumerate(run(jobs, whole.workers), 1):
+            run = run_jobs(jobs, on, workers=whole.workers, what="mt-data build --on ray")
+            for done, built in enumerate(run, 1):
                 progress.update("building", count - len(jobs) + done, count, unit="parts")
                 skipped.join(built.skipped)
                 encoder = built.encoder
@@ -126,49 +117,6 @@ def _is_built(recipe: Recipe, tokenizer: Tokenizer) -> bool:
         if any(record.get(key) != value for key, value in (expected | part).items()):
             return False
     return True
-
-
-def in_processes(jobs: Sequence[Job], workers: int) -> Iterator[Built]:
-    """Build parts in processes of this machine; yield what each did as it ends."""
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_end_with_parent) as pool:
-        futures = [pool.submit(Job.run, job) for job in jobs]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BrokenProcessPool:
-            raise DataError(
-                "a process that built a part was killed, perhaps for its memory; the same command "
-                "goes on with the parts that are missing"
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _end_with_parent() -> None:
-    """End this process when its parent does, and quietly at Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def watch() -> None:
-        if (parent := parent_process()) is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def on_ray(jobs: Sequence[Job], _: int) -> Iterator[Built]:
-    """Build parts on the Ray cluster of `RAY_ADDRESS`, or else on this machine."""
-    ray = require("ray", "mt-data build --on ray")
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False, include_dashboard=False)
-    build = ray.remote(Job.run)
-    waiting = [build.remote(job) for job in jobs]
-    while waiting:
-        done, waiting = ray.wait(waiting)
-        try:
-            yield from ray.get(done)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
 
 
 @contextmanager

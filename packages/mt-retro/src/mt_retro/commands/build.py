@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from mt_data import DataError, Part
-from mt_files import Progress, say
+from mt_files import Progress, absolute_path, say
 
 from mt_retro.building import build_database
+from mt_retro.commands.parts import InParts
+from mt_retro.database import Database
 from mt_retro.vectors import Vectors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build:
+class Build(InParts):
     """Build a database of the chunks of datasets, or join databases.
 
     Attributes:
@@ -24,9 +27,6 @@ class Build:
         index: How chunks are searched: exact, a factory string of faiss such as IVF1024,Flat, or
             auto, which chooses by the number of chunks.
         chunk: Number of tokens in a chunk.
-        part: Make one of several equal parts of the vectors, such as 3/16; whoever makes the last
-            one completes the database.
-        progress: Show progress even if standard error is not a terminal.
     """
 
     inputs: tuple[str, ...]
@@ -34,26 +34,18 @@ class Build:
     embeddings: tuple[Path, ...] = ()
     index: str = "exact"
     chunk: int = 64
-    part: str | None = None
-    progress: bool = False
 
     def run(self) -> None:
         """Run the command."""
         if self.out is None or not self.inputs:
             raise DataError("datasets and --out are required: mt-retro build PREFIX ... --out DB")
-        progress = Progress(shown=self.progress or None)
-        try:
-            database = build_database(
-                self.inputs,
-                self.out,
-                chunk=self.chunk,
-                embedding=[Vectors(folder) for folder in self.embeddings] or None,
-                index=self.index,
-                part=None if self.part is None else Part.parse(self.part),
-                progress=progress,
-            )
-        finally:
-            progress.clear()
+        here = replace(
+            self,
+            inputs=tuple(map(absolute_path, self.inputs)),
+            out=self.out.absolute(),
+            embeddings=tuple(folder.absolute() for folder in self.embeddings),
+        )
+        database = self.made(here.make, "mt-retro build")
         if database is None:
             say(f"{self.out}: part {self.part} is there, and others are missing")
             return
@@ -62,3 +54,15 @@ class Build:
         say(f"embedded by {database.record.embedding}")
         index = database.record.index
         say(f"searched by {'comparing all' if index is None else index.factory}")
+
+    def make(self, part: Part | None, progress: Progress) -> Database | None:
+        """Build a part, or the database; None if other parts are missing."""
+        return build_database(
+            self.inputs,
+            cast(Path, self.out),
+            chunk=self.chunk,
+            embedding=[Vectors(folder) for folder in self.embeddings] or None,
+            index=self.index,
+            part=part,
+            progress=progress,
+        )

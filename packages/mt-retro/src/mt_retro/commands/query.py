@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from mt_data import DataError, IndexedDataset, Part
-from mt_files import Progress, say
+from mt_files import Progress, absolute_path, say
 
+from mt_retro.commands.parts import InParts
 from mt_retro.database import Database
-from mt_retro.query import find_neighbours
+from mt_retro.query import Neighbours, find_neighbours
 from mt_retro.vectors import Vectors
 
 
 @dataclass(frozen=True, kw_only=True)
-class Query:
+class Query(InParts):
     """Find the neighbours of every chunk of a dataset in a database, and store them.
 
     Attributes:
@@ -26,9 +28,6 @@ class Query:
             next one of its document.
         embeddings: Folder with the vectors of the dataset, if the database was built with vectors
             from elsewhere and is not of this dataset.
-        part: Query one of several equal parts of the chunks, such as 3/16; whoever makes the last
-            one joins them.
-        progress: Show progress even if standard error is not a terminal.
     """
 
     database: Path
@@ -37,8 +36,6 @@ class Query:
     neighbours: int = 2
     max_overlap: float | None = None
     embeddings: Path | None = None
-    part: str | None = None
-    progress: bool = False
 
     def run(self) -> None:
         """Run the command."""
@@ -46,22 +43,29 @@ class Query:
             raise DataError(
                 "--data and --out are required: mt-retro query DB --data PREFIX --out N"
             )
-        progress = Progress(shown=self.progress or None)
-        try:
-            found = find_neighbours(
-                Database(self.database),
-                IndexedDataset(self.data),
-                self.out,
-                neighbours=self.neighbours,
-                max_overlap=self.max_overlap,
-                embedding=None if self.embeddings is None else Vectors(self.embeddings),
-                part=None if self.part is None else Part.parse(self.part),
-                progress=progress,
-            )
-        finally:
-            progress.clear()
+        here = replace(
+            self,
+            database=self.database.absolute(),
+            data=absolute_path(self.data),
+            out=self.out.absolute(),
+            embeddings=None if self.embeddings is None else self.embeddings.absolute(),
+        )
+        found = self.made(here.make, "mt-retro query")
         if found is None:
             say(f"{self.out}: part {self.part} is there, and others are missing")
             return
         missing = found.count_missing()
         say(f"{self.out}: {self.neighbours} neighbours of {len(found)} chunks, {missing} missing")
+
+    def make(self, part: Part | None, progress: Progress) -> Neighbours | None:
+        """Find the neighbours of a part, or of all chunks; None if other parts are missing."""
+        return find_neighbours(
+            Database(self.database),
+            IndexedDataset(cast(str, self.data)),
+            cast(Path, self.out),
+            neighbours=self.neighbours,
+            max_overlap=self.max_overlap,
+            embedding=None if self.embeddings is None else Vectors(self.embeddings),
+            part=part,
+            progress=progress,
+        )
