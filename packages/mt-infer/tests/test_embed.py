@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ from mt_infer.cli import main
 from mt_infer.embedding import load_embedder
 from mt_model import GPT, gpt, preset
 from mt_retro import Chunks, Retriever, Vectors, build_database
+from mt_testing import RankDied
 from mt_tokenizer import train_tokenizer
 
 CHUNK = 8
@@ -66,6 +70,65 @@ def test_any_number_of_ranks_leaves_the_same_bits(model_folder, data, tmp_path) 
     assert embed(model_folder, *how, "--out", tmp_path / "three", "--nproc", 3) == 0
     whole = (tmp_path / "one/vectors.npy").read_bytes()
     assert (tmp_path / "three/vectors.npy").read_bytes() == whole
+
+
+def embed_on_ranks(ranks, nproc: int, arguments: list, kill: tuple[int, int] | None) -> list[int]:
+    """Run `embed` as a launcher's ranks; kill a rank when it changes the folder for the n-th time.
+
+    Returns how often each rank changed the folder `--out`: created, renamed or removed something.
+    """
+
+    def body() -> int:
+        own, count = torch.distributed.get_rank(), 0
+        changes = ("os.mkdir", "os.remove", "os.rename", "shutil.rmtree")
+
+        def look(event: str, given: tuple) -> None:
+            nonlocal count
+            is_change = event in changes or (event == "open" and given[2] & os.O_CREAT)
+            if is_change and str(given[0]).startswith(str(arguments[-1])):
+                count += 1
+                if (own, count) == kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(look)
+        for name in ("", "LOCAL_"):
+            os.environ |= {f"{name}RANK": str(own), f"{name}WORLD_SIZE": str(nproc)}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # joined already
+        assert embed(*arguments) == 0
+        return count
+
+    return ranks(nproc, body)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "kills"),
+    [
+        (2, 1, 2),
+        *(pytest.param(*n, 25, marks=pytest.mark.campaign) for n in ((1, 2), (2, 1), (2, 3))),
+    ],
+)
+def test_kills_and_other_numbers_of_ranks_change_no_bit(
+    ranks, model_folder, data, tmp_path, record_property, first, then, kills
+) -> None:
+    """A kill comes when a rank creates, renames or removes a file, at any of these moments."""
+    how = [model_folder, "--data", data, "--chunk", CHUNK, "--out"]
+    assert embed(*how, tmp_path / "one") == 0
+    moments = embed_on_ranks(ranks, first, [*how, tmp_path / "all"], None)
+    draw, killed, begun = np.random.default_rng(first * 10 + then), 0, 0
+    while killed < kills:
+        rank, out = int(draw.integers(first)), tmp_path / f"{len([*tmp_path.iterdir()])}"
+        try:
+            kill = rank, int(draw.integers(moments[rank])) + 1
+            embed_on_ranks(ranks, first, [*how, out], kill)
+        except RankDied:
+            killed += 1
+            begun += any(out.glob("blocks/0*"))
+            embed_on_ranks(ranks, then, [*how, out], None)
+    for name in ("vectors.npy", "record.json"):
+        assert len({(out / name).read_bytes() for out in tmp_path.iterdir()}) == 1
+    assert all(len([*out.iterdir()]) == 2 for out in tmp_path.iterdir())
+    record_property("kills", killed)
+    record_property("left finished blocks", begun)
 
 
 def test_a_database_of_a_model_answers_its_embedder(model_folder, data, tmp_path) -> None:
