@@ -18,11 +18,15 @@ from mt_context_parallel import segments
 from mt_data import Rows
 from mt_files import ObjectStore
 from mt_hf import from_pretrained, open_pretrained, save_pretrained
-from mt_model import GPT, ClassPoolingConfig, ImageInputConfig, gpt, vit
+from mt_model import GPT, ClassPoolingConfig, ImageInputConfig, gpt, kept_by_module, vit
 from mt_multimodal import ImageForm, ImageTextDataset, read_image_preprocessing
+from mt_parallel_state import ParallelState
 from mt_testing import unsteady_store
 from mt_tokenizer import ChatTemplate, load_tokenizer, train_tokenizer
-from mt_train import ConfigError, load_config
+from mt_train import ConfigError, load_config, memory
+from mt_train.config.loading import planned_vocab_size
+from mt_train.training.freezing import freeze
+from mt_train.training.stages import stage_options
 from PIL import Image
 from transformers import modeling_rope_utils
 from transformers.models.llama import modeling_llama
@@ -180,14 +184,14 @@ def test_loss_and_gradients_of_rows_are_those_of_transformers(folder, rows, monk
 
 def _stored(name: str) -> str:
     """Return the name in a file of a parameter in memory."""
-    for memory, file in (
+    for ours, file in (
         ("lm_head.", "language_model.lm_head."),
         ("model.language_model.", "language_model.model."),
         ("model.vision_tower.", "vision_tower."),
         ("model.multi_modal_projector.", "multi_modal_projector."),
     ):
-        if name.startswith(memory):
-            return file + name.removeprefix(memory)
+        if name.startswith(ours):
+            return file + name.removeprefix(ours)
     raise AssertionError(name)
 
 
@@ -257,7 +261,7 @@ def by_rank(row: dict) -> tuple[list[int], list[int]]:
     "layout", [pytest.param(n, marks=() if n in IN_CI else pytest.mark.campaign) for n in LAYOUTS]
 )
 def test_a_run_resumes_and_evaluates_alike_on_every_layout(
-    started, one_rank, begun, tmp_path, losses, metrics_of, layout
+    started, folder, one_rank, begun, tmp_path, losses, metrics_of, layout
 ) -> None:
     nproc, *own = LAYOUTS[layout]
     run = shutil.copytree(begun, tmp_path / "run")
@@ -266,6 +270,12 @@ def test_a_run_resumes_and_evaluates_alike_on_every_layout(
     assert len(losses(run)) == 5
     ours, theirs = (by_rank(trained(metrics_of, each)[-1]) for each in (run, one_rank))
     assert [sum(each) for each in ours] == [sum(each) for each in theirs]
+    model = open_pretrained(folder / "model").config
+    for row in trained(metrics_of, run):
+        images = sum(by_rank(row)[0]) * model.images.flops_per_image(model.hidden_size)
+        assert operations(row) == pytest.approx(
+            4 * LENGTH * model.flops_per_token(LENGTH) + images, rel=1e-9
+        )
     if layout in ("dp2", "full"):  # other numbers of images on each rank, and none on one
         counts = [by_rank(row)[0] for row in trained(metrics_of, run)[2:]]
         assert len({tuple(each) for each in counts}) > 1
@@ -275,6 +285,52 @@ def test_a_run_resumes_and_evaluates_alike_on_every_layout(
         for each in (run, one_rank)
     )
     assert ours == pytest.approx(theirs, rel=1e-9)
+
+
+def operations(row: dict) -> float:
+    return row["tflops_per_second"] * row["seconds"] * 1e12
+
+
+MEMORY = {
+    "frozen": (1, ("training.freeze=[images.tower]", "training.recompute=selective")),
+    "pp2": (2, ("parallel.pp=2", "training.micro_batch_size=2")),
+    "tp2": (2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", ["frozen", "pp2", pytest.param("tp2", marks=pytest.mark.campaign)]
+)
+def test_memory_is_counted_of_the_micro_batch_with_the_most_images(
+    started, rows, ranks, layout
+) -> None:
+    nproc, overrides = MEMORY[layout]
+    loaded = load_config(started.config, list(overrides))
+    counted, config = memory.count(loaded), loaded.config
+    data, size = rows(), config.training.micro_batch_size
+    numbers = np.argsort(data.images_of_rows)[-size:]
+    batch = {n: torch.from_numpy(x) for n, x in Rows().read(data, numbers).items()}
+    assert counted[0].items == {"images": len(batch["pixel_values"])}
+    model = loaded.model(planned_vocab_size(loaded))
+
+    def kept() -> dict[str, int]:
+        with ParallelState(loaded.layout(nproc)) as state:
+            (layers,) = counted[state.index("pp")].layers
+            stage = model.build(state, layers=layers, **stage_options(config))
+            freeze([stage], config.training.freeze)
+            sizes = size, LENGTH // state.size("tp"), model.hidden_size
+            x = torch.zeros(sizes, dtype=torch.float64, requires_grad=True)
+            found = kept_by_module(stage, batch, None if stage.has_embedding else x)
+            return {name: each.device for name, each in found.items()}
+
+    for rank, found in enumerate(ranks(nproc, kept) if nproc > 1 else [kept()]):
+        expected = counted[rank if layout == "pp2" else 0].plans["run"].modules
+        assert found == expected
+        tower = [name for name in expected if name.startswith("images.tower.layers.")]
+        assert bool(tower) == (layout != "frozen" and (layout, rank) != ("pp2", 1))
+    if layout == "pp2":  # the first stage makes an encoder's layer again too
+        first, last = (each.plans["full"].flops for each in counted)
+        assert first > last > 0
 
 
 @pytest.mark.parametrize(
@@ -307,8 +363,13 @@ def test_a_tar_in_an_object_store_is_read_by_range_with_the_losses_of_a_file(
     assert losses(tmp_path / "run") == losses(one_rank)
 
 
-def test_parts_are_frozen_and_have_learning_rates_of_their_own(started, folder, tmp_path) -> None:
-    frozen = ("images.tower", "layers", "embedding")
+def test_parts_are_frozen_and_have_learning_rates_of_their_own(
+    started, folder, tmp_path, metrics_of
+) -> None:
+    frozen, model = (
+        ("images.tower", "layers", "embedding"),
+        open_pretrained(folder / "model").config,
+    )
     run = started.train(
         tmp_path / "run",
         f"training.freeze=[{', '.join(frozen)}]",
@@ -316,6 +377,10 @@ def test_parts_are_frozen_and_have_learning_rates_of_their_own(started, folder, 
         f"export.hugging_face={tmp_path / 'out'}",
         "export.dtype=fp64",
     )
+    rest = 4 * LENGTH * model.flops_per_token(LENGTH)
+    for row in trained(metrics_of, run):
+        each = model.images.flops_per_image(model.hidden_size, trains_tower=False)
+        assert operations(row) == pytest.approx(rest + sum(by_rank(row)[0]) * each, rel=1e-9)
     before = dict(from_pretrained(folder / "model", dtype=torch.float64).named_parameters())
     after = dict(from_pretrained(tmp_path / "out", dtype=torch.float64).named_parameters())
     same = {name for name in before if torch.equal(before[name], after[name])}

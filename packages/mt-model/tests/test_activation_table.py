@@ -7,6 +7,7 @@ import pytest
 import torch
 from mt_model import (
     GPT,
+    ImageInputConfig,
     Mamba2Config,
     MLAConfig,
     OffloadConfig,
@@ -16,6 +17,7 @@ from mt_model import (
     gpt,
     kept_by_module,
     preset,
+    vit,
     without_data,
 )
 from mt_parallel_state import ParallelLayout, ParallelState
@@ -30,6 +32,7 @@ def with_mixer(mixer):
     return replace(config, layers=(first, *(replace(layer, mixer=mixer) for layer in rest)))
 
 
+TOWER = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_layers": 3, "num_heads": 2}
 CONFIGS = {
     "gqa": gpt(**SIZES, num_kv_heads=2),
     "dropout": gpt(**SIZES, dropout=0.1, attention_dropout=0.1, tied=True),
@@ -49,6 +52,11 @@ CONFIGS = {
         )
     ),
     "mamba": with_mixer(Mamba2Config(num_heads=4, head_dim=8, state_size=8, chunk_size=8)),
+    "images": gpt(
+        **SIZES,
+        num_kv_heads=2,
+        images=ImageInputConfig(tower=vit(**TOWER, dropout=0.1), token_id=0),
+    ),
 }
 PLANS = {
     "none": "none",
@@ -60,11 +68,16 @@ PLANS = {
 }
 
 
-def count(config, *, state=None, rows=2, length=32, layers=None, **options):
+def count(config, *, state=None, rows=2, length=32, layers=None, frozen=(), **options):
     """By module, and by layer as a pass itself counts."""
     stage = GPT(config, state, layers=layers, **options)
+    for name in frozen:
+        stage.get_submodule(name).requires_grad_(False)
     tokens = torch.zeros(rows, length, dtype=torch.long)
     batch = {"tokens": tokens, "labels": tokens, "sample_ids": torch.zeros(rows, dtype=torch.long)}
+    if config.images is not None:  # every token is one of an image
+        images = rows * length * (1 if state is None else state.size("cp"))
+        batch["pixel_values"] = torch.zeros(images // config.images.num_tokens, 3, 8, 8)
     x = None
     if not stage.has_embedding:
         shards = stage.shard.tp if stage.shard.sequence_parallel else 1
@@ -127,7 +140,7 @@ def test_ranks_that_share_a_layer_keep_what_one_of_a_fake_world_does(
     def body(fake):
         with ParallelState(ParallelLayout(tp=2)) as state:
             stages = [range(1), range(1, 3)]
-            return [count(CONFIGS["gqa"], state=state, layers=s, **options)[0] for s in stages]
+            return [count(CONFIGS["images"], state=state, layers=s, **options)[0] for s in stages]
 
     def without(rank):
         from mt_testing import fake_world
@@ -144,6 +157,20 @@ def test_modules_have_the_memory_that_they_save():
     rows = 2 * 32 * 4  # bytes of one number for each token
     assert found["layers.1.mixer.qkv"].device == rows * 32
     assert any(name.startswith("head") for name in found)
+
+
+@pytest.mark.parametrize("plan", ["none", "full"])
+def test_an_image_encoder_has_its_memory_and_a_frozen_one_none(plan):
+    def of_tower(**options):
+        found = check(CONFIGS["images"], recompute=PLANS[plan], **options)
+        kept = (k.device for name, k in found.items() if name.startswith("images.tower."))
+        return sum(kept), found["images.projector.down"].device
+
+    patches = 16 * 5 * 16 * 4  # bytes of the hidden states of all images' tokens
+    tower, projector = of_tower()
+    assert tower > (2 if plan == "full" else 16) * patches
+    assert of_tower(frozen=["images.tower"]) == (0, projector)
+    assert projector == 16 * 4 * 32 * 4
 
 
 def test_values_that_are_not_there_are_asked_for_in_vain():

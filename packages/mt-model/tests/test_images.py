@@ -15,6 +15,7 @@ from mt_model import (
     ModelConfig,
     StackConfig,
     expand_image_tokens,
+    expected_bytes,
     gpt,
     vit,
 )
@@ -26,6 +27,7 @@ from mt_parallel_state import (
     sharding_of,
 )
 from mt_testing import fake_world, sample
+from torch.utils.flop_counter import FlopCounterMode
 
 IMAGE = 41
 TOWER = {
@@ -170,12 +172,27 @@ def test_a_config_comes_back_and_counts_its_parameters(variant):
     assert gpt(**config.to_dict()) == config
     model = GPT(config, device="meta")
     assert config.num_parameters == sum(param.numel() for param in model.parameters())
-    tokens = config.images.num_tokens
-    assert f"images [3 layers, {tokens} tokens each]" in str(config)
+    assert f"images [3 layers, {config.images.num_tokens} tokens each]" in str(config)
     assert config.flops_per_token(16) == replace(config, images=None).flops_per_token(16)
-    projector = sum(p.numel() for p in model.images.projector.parameters() if p.dim() == 2)
-    expected = config.images.tower.flops_per_image + 6 * tokens * projector
-    assert config.images.flops_per_image(16) == expected
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("frozen", [(), ("tower",), ("projector",), ("tower", "projector")])
+def test_flops_of_an_image_are_those_that_torch_counts(variant, frozen):
+    config = config_of(variant)
+    images, tower, hidden = config.images, config.images.tower, config.hidden_size
+    model = GPT(config, kernels="reference")
+    for name in frozen:
+        model.images.get_submodule(name).requires_grad_(False)
+    with FlopCounterMode(display=False) as counter:
+        found = model.images.features(batch_of(config)["pixel_values"], torch.arange(3))
+        if len(frozen) < 2:
+            found.sum().backward()
+    # A backward of twice the forward has products that nothing asks for.
+    up, down = hidden * images.feature_size * images.num_tokens, hidden**2 * images.num_tokens
+    pixels = tower.hidden_size * tower.patch_elements * tower.num_patches
+    unused = {(): pixels, ("tower",): up, ("projector",): pixels + up + down}.get(frozen, 0)
+    assert counter.get_total_flops() / 3 == model.images.flops_per_image - 2 * unused
 
 
 def test_features_stand_where_the_image_tokens_are():
@@ -208,6 +225,14 @@ def test_a_frozen_encoder_changes_no_other_gradient():
         else:
             assert torch.equal(grad, found[0][name]), name
     assert found[0]["images.tower.embedding.patches.weight"] is not None
+
+
+def test_layers_keep_what_a_row_with_its_images_lets_expect():
+    model, batch = GPT(config_of("siglip")), batch_of(config_of("siglip"))
+    expected = expected_bytes(model, batch)
+    with model.watch_activations() as kept:
+        model(None, batch)
+    assert [expected[i].device for i in range(2)] == [kept[i].device for i in range(2)]
 
 
 def test_it_learns_what_is_in_an_image():

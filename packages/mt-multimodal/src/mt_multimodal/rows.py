@@ -166,6 +166,11 @@ class ImageTextDataset(RenderedRows):
         return len(self._image_number)
 
     @property
+    def images_of_rows(self) -> NDArray[np.int64]:
+        """Number of images of each row of the first epoch."""
+        return np.array([len(self._images_of(row)) for row in range(len(self))], np.int64)
+
+    @property
     def fields(self) -> tuple[RowField, ...]:
         """The arrays of a row."""
         return image_text_fields(packed=self.packing == "documents", weighted=self.is_weighted)
@@ -191,9 +196,7 @@ class ImageTextDataset(RenderedRows):
 
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return row `index` in the endless stream of epochs."""
-        row = dict(super().row(index))
-        numbers = [each for talk in self.items(index) for each in self._owners[talk]]
-        return _Row(row, self, numbers)
+        return _Row(dict(super().row(index)), self, self._images_of(index))
 
     def pixel_values(self, numbers: Sequence[int]) -> NDArray[np.float32]:
         """Return the pixel values of images by their numbers, decoded in threads.
@@ -223,6 +226,9 @@ class ImageTextDataset(RenderedRows):
             for place in places:
                 decode(place)
         return found
+
+    def _images_of(self, index: int) -> list[int]:
+        return [each for talk in self.items(index) for each in self._owners[talk]]
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,6 +32,7 @@ from mt_train.config.pipeline_plan import PipelinePlan, plan_pipeline
 from mt_train.config.run_config import RunConfig
 from mt_train.parts.activations import batch_of
 from mt_train.parts.registry import wanted_parts
+from mt_train.training.freezing import freeze
 from mt_train.training.stages import stage_options
 
 Plan = Recompute | RecomputePlan
@@ -63,6 +65,16 @@ class PlanMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Run:
+    """A run to count, on a layout; `items` as in `RankMemory`."""
+
+    config: RunConfig
+    model: ModelConfig
+    layout: ParallelLayout
+    items: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankMemory:
     """Memory of the ranks at one place of the pipeline, in bytes.
 
@@ -72,6 +84,7 @@ class RankMemory:
         weights: Bytes of unsharded parameters.
         gradients: Bytes of the gradient buffers.
         optimizer: Bytes of master weights and moments.
+        items: The most items, such as images, that the rows of a micro-batch have, by their name.
     """
 
     layers: tuple[range, ...]
@@ -79,6 +92,7 @@ class RankMemory:
     weights: int
     gradients: int
     optimizer: int
+    items: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def states(self) -> int:
@@ -102,16 +116,18 @@ def plans_of(config: RunConfig) -> Mapping[str, Plan]:
 def count(loaded: LoadedConfig) -> list[RankMemory]:
     """Count what each rank of the pipeline will hold; those that share its layers hold the same.
 
-    Nothing is computed: layers run on tensors without data, with the kernels of a CPU.
+    Nothing is computed: layers run on tensors without data, with the kernels of a CPU. Rows that
+    may have any number of items, such as images, are made, so that the most of them are known.
 
     Raises:
         ConfigError: The layout does not fit, or the run has what can't be counted.
+        DataError: The rows can't be made.
     """
     config, p = loaded.config, loaded.config.parallel
     layout = loaded.layout(p.tp * config.pp * p.cp * (p.dp or 1))
     model = loaded.model(planned_vocab_size(loaded))
-    for field, text in _obstacles(config):
-        raise loaded.error(field, text)
+    for name, text in _obstacles(config):
+        raise loaded.error(name, text)
     loaded.check_layout(model, layout)
     plan = plan_pipeline(
         config.pipeline,
@@ -121,8 +137,9 @@ def count(loaded: LoadedConfig) -> list[RankMemory]:
         num_layers=model.num_layers,
         modules=len(model.mtp_layers),
     )
+    run = _Run(config=config, model=model, layout=layout, items=_items(config, model))
     try:
-        return [_rank(config, model, layout, plan, index) for index in range(layout.pp)]
+        return [_rank(run, plan, index) for index in range(layout.pp)]
     except ValueError as error:
         raise loaded.error("model", str(error)) from error
 
@@ -137,18 +154,33 @@ def _obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "training.compile", "the compiler chooses what is kept; set it to false to count"
 
 
-def _rank(
-    config: RunConfig, model: ModelConfig, layout: ParallelLayout, plan: PipelinePlan, index: int
-) -> RankMemory:
+def _items(config: RunConfig, model: ModelConfig) -> Mapping[str, int]:
+    """Return the most items of the rows of a micro-batch; the rows' files are read for it."""
+    from mt_tokenizer import load_tokenizer
+
+    from mt_train.data.corpus import Corpus, sources_of
+
+    data = config.data
+    if data.corpus is not None or not any(each.joined for each in data.fields()):
+        return {}
+    file = None if data.tokenizer is None else Path(data.tokenizer)
+    tokenizer = None if file is None else load_tokenizer(file, eod=data.eod)
+    train = tuple(map(Path, data.train))
+    corpus = Corpus(tokenizer=file, train=train, weights=data.weights, validation={})
+    sources = sources_of(config, corpus, tokenizer, model, Path())
+    return data.most_items(sources, config.training.micro_batch_size)
+
+
+def _rank(run: _Run, plan: PipelinePlan, index: int) -> RankMemory:
+    layout, layers = run.layout, plan.layers_of(index)
     ranks = range(layout.world_size)
     rank = next(r for r in ranks if layout.coordinates(r)["pp"] == index)
     held = [stage % plan.schedule.depth for stage in plan.schedule.stages_of(index)]
-    layers = plan.layers_of(index)
     found: dict[str, PlanMemory] = {}
     with _world_of(layout, rank):
-        base = _flops(config, model, layout, layers, "none")
-        for name, recompute in plans_of(config).items():
-            kept = [_kept(config, model, layout, own, recompute) for own in layers]
+        base = _flops(run, layers, "none")
+        for name, recompute in plans_of(run.config).items():
+            kept = [_kept(run, own, recompute) for own in layers]
             sizes = [0.0] * plan.schedule.depth
             for stage, modules in zip(held, kept, strict=True):
                 sizes[stage] = float(sum(k.device for k in modules.values()))
@@ -157,10 +189,10 @@ def _rank(
                 modules={n: k.device for modules in kept for n, k in modules.items()},
                 peak=int(simulated.peak_bytes[index]),
                 host=sum(k.host for modules in kept for k in modules.values()),
-                flops=_flops(config, model, layout, layers, recompute) - base,
+                flops=_flops(run, layers, recompute) - base,
             )
-        held_always = _state_bytes(config, model, layout)
-    return RankMemory(layers=tuple(layers), plans=found, **held_always)
+        held_always = _state_bytes(run)
+    return RankMemory(layers=tuple(layers), plans=found, items=run.items, **held_always)
 
 
 @contextmanager
@@ -179,16 +211,16 @@ def _world_of(layout: ParallelLayout, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _stage(
-    config: RunConfig, model: ModelConfig, state: ParallelState, layers: range, plan: Plan
-) -> GPT:
-    options = {**stage_options(config), "recompute": plan, "seed": None}
-    return cast("GPT", model.build(state, layers=layers, **options))
+def _stage(run: _Run, state: ParallelState, layers: range, plan: Plan) -> GPT:
+    options = {**stage_options(run.config), "recompute": plan, "seed": None}
+    stage = cast("GPT", run.model.build(state, layers=layers, **options))
+    freeze([stage], run.config.training.freeze)
+    return stage
 
 
-def _inputs(config: RunConfig, stage: GPT) -> tuple[dict[str, Tensor], Tensor | None]:
+def _inputs(run: _Run, stage: GPT) -> tuple[dict[str, Tensor], Tensor | None]:
     """A micro-batch, and what the stage before hands to this one."""
-    batch = batch_of(config, stage.state)
+    batch = batch_of(run.config, stage.state, items=run.items)
     if stage.has_embedding:
         return batch, None
     rows, length = len(batch["tokens"]), stage.config.handed_tokens(batch)
@@ -197,34 +229,26 @@ def _inputs(config: RunConfig, stage: GPT) -> tuple[dict[str, Tensor], Tensor | 
     return batch, torch.zeros(sizes, dtype=place.dtype, requires_grad=True)
 
 
-def _kept(
-    config: RunConfig, model: ModelConfig, layout: ParallelLayout, layers: range, plan: Plan
-) -> dict[str, KeptBytes]:
-    with without_data(), ParallelState(layout, device="cpu") as state:
-        stage = _stage(config, model, state, layers, plan)
-        return kept_by_module(stage, *_inputs(config, stage))
+def _kept(run: _Run, layers: range, plan: Plan) -> dict[str, KeptBytes]:
+    with without_data(), ParallelState(run.layout, device="cpu") as state:
+        stage = _stage(run, state, layers, plan)
+        return kept_by_module(stage, *_inputs(run, stage))
 
 
-def _flops(
-    config: RunConfig,
-    model: ModelConfig,
-    layout: ParallelLayout,
-    layers: Sequence[range],
-    plan: Plan,
-) -> int:
+def _flops(run: _Run, layers: Sequence[range], plan: Plan) -> int:
     """Operations of both passes through layers, of which like ones are counted once."""
     from torch.utils.flop_counter import FlopCounterMode
 
     chosen = replace(RecomputePlan.of(plan), offload=None)  # which makes nothing again
-    known, total = dict[object, int](), 0
+    known, total, model = dict[object, int](), 0, run.model
     attending = () if model.retro is None else model.retro.places(model.num_layers)
     for index in chain(*layers):
         edge = index in (0, model.num_layers - 1, *attending)
         kind = model.layers[index], chosen.modules(index), index if edge else None
         if kind not in known:
-            with without_data(), ParallelState(layout, device="cpu") as state:
-                stage = _stage(config, model, state, range(index, index + 1), chosen)
-                batch, x = _inputs(config, stage)
+            with without_data(), ParallelState(run.layout, device="cpu") as state:
+                stage = _stage(run, state, range(index, index + 1), chosen)
+                batch, x = _inputs(run, stage)
                 with FlopCounterMode(display=False) as counter:
                     output = stage(x, batch)
                     tensors = [y for y in tree_leaves(output) if isinstance(y, Tensor)]
@@ -245,16 +269,15 @@ class _NoSamples:
         raise IndexError(index)
 
 
-def _state_bytes(config: RunConfig, model: ModelConfig, layout: ParallelLayout) -> dict[str, int]:
+def _state_bytes(run: _Run) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer, from a trainer on `meta`."""
     from mt_data import BatchSampler
 
     from mt_train.training.trainer import Trainer
 
-    config = replace(
-        config, training=replace(config.training, recompute="none", cuda_graphs="none")
-    )
-    with ParallelState(layout, device="meta") as state:
+    training = replace(run.config.training, recompute="none", cuda_graphs="none")
+    config = replace(run.config, training=training)
+    with ParallelState(run.layout, device="meta") as state:
         sampler = BatchSampler(
             cast("Any", _NoSamples()),
             global_batch_size=config.training.global_batch_size,
@@ -262,7 +285,7 @@ def _state_bytes(config: RunConfig, model: ModelConfig, layout: ParallelLayout) 
             dp_rank=state.index("dp"),
             dp_size=state.size("dp"),
         )
-        trainer = Trainer(config, model, state, sampler=sampler)
+        trainer = Trainer(config, run.model, state, sampler=sampler)
         with _Numbers():
             trainer.optimizer.step(lr=0.0)
         buckets = trainer.buffer.buckets
@@ -308,10 +331,11 @@ def table(loaded: LoadedConfig, ranks: Sequence[RankMemory]) -> str:
     """Return the counts as a table of text."""
     training, p = loaded.config.training, loaded.config.parallel
     names = list(ranks[0].plans)
+    items = "".join(f" with up to {count} {name}" for name, count in ranks[0].items.items())
     lines = [
         f"One rank of tp {p.tp}, cp {p.cp}, pp {loaded.config.pp}, dp {p.dp or 1}, ep {p.ep}: "
-        f"micro-batches of {training.micro_batch_size} x {training.sequence_length} tokens in "
-        f"{training.dtype}, with the kernels of a CPU",
+        f"micro-batches of {training.micro_batch_size} x {training.sequence_length} tokens{items} "
+        f"in {training.dtype}, with the kernels of a CPU",
         "",
         _line("kept of a micro-batch, MiB", names),
     ]
@@ -390,19 +414,22 @@ def _groups(
     modules = dict.fromkeys(n for name in names for n in rank.plans[name].modules)
     for module in modules:
         parts = module.split(".")
-        is_layer = parts[0] == "layers" and len(parts) > 1
-        layer = ".".join(parts[:2]) if is_layer else "the rest"
-        rest = parts[2:] if is_layer else parts
+        # A layer of the model, or of an encoder in it.
+        end = parts.index("layers") + 2 if "layers" in parts else 0
+        layer, rest = ".".join(parts[:end]) or "the rest", parts[end:]
         row = tuple(rank.plans[name].modules.get(module, 0) for name in names)
         of_layer.setdefault(layer, {})[".".join(rest) or "itself"] = row
-    like: dict[tuple[tuple[str, tuple[int, ...]], ...], list[str]] = {}
+    like: dict[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], list[str]] = {}
     for layer, rows in of_layer.items():
         own = {n: row for n, row in rows.items() if any(row)}
         own["together"] = tuple(map(sum, zip(*rows.values(), strict=True)))
-        like.setdefault(tuple(own.items()), []).append(layer.removeprefix("layers."))
-    for rows, found in like.items():
-        text = "the rest" if found == ["the rest"] else f"each of {len(found)} layers, {found[0]}"
-        yield text + (f" to {found[-1]}" if len(found) > 1 else ""), list(rows)
+        of, _, index = layer.rpartition("layers.")
+        like.setdefault((of, tuple(own.items())), []).append(index)
+    for (of, rows), found in like.items():
+        whose = f" of {of.rstrip('.')}" if of else ""
+        span = found[0] + (f" to {found[-1]}" if len(found) > 1 else "")
+        is_rest = found == ["the rest"]
+        yield span if is_rest else f"each of {len(found)} layers{whose}, {span}", list(rows)
 
 
 def _line(name: str, cells: Iterable[str]) -> str:

@@ -32,6 +32,8 @@ def expected_bytes(stage: GPT, batch: Mapping[str, Any]) -> dict[int, KeptBytes]
     given = batch.get("embeddings")
     rows, length = (batch["tokens"] if given is None else given).shape[:2]
     one = {name: _first_row(name, x) for name, x in batch.items()}
+    if stage.images is not None and batch.get("pixel_values") is not None:
+        one["pixel_values"] = batch["pixel_values"][: stage.images.num_images(one["tokens"])]
     place, plan, x = stage.shard, stage.plan, None
     if plan.offload is not None:
         plan = replace(

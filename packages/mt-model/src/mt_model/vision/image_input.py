@@ -103,7 +103,7 @@ class ImageInput(nn.Module):
         plan: RecomputePlan,
     ) -> None:
         super().__init__()
-        self.config, self.shard = config, shard
+        self.config, self.hidden_size, self.shard = config, hidden_size, shard
         self.tower = ImageTower(
             config.tower,
             state,
@@ -144,17 +144,25 @@ class ImageInput(nn.Module):
         images = batch.get("pixel_values")
         if images is None:
             return x
-        context = self.shard.context.group
-        own = batch["tokens"] == self.config.token_id
-        place = unshard(own.long(), context) if context is not None else own.long()
-        self._check_count(int(place.sum()), len(images))
-        features = self._features(images, self._sample_ids(batch, place))
+        own, place = batch["tokens"] == self.config.token_id, self._places(batch["tokens"])
+        order = place.flatten().cumsum(0)  # the number of each image token, from 1 on
+        self._check_count(order[-1], len(images))
+        features = self._features(images, self._sample_ids(batch, order, len(images)))
         if self.shard.sequence_parallel:
             features = copy_to_group(features, self.shard.group)
-        order = shard_sequence((place.flatten().cumsum(0) - 1).view_as(place), context)
+        order = shard_sequence(order.view_as(place), self.shard.context.group)
         own, order = self.shard.between(own, dim=1), self.shard.between(order, dim=1)
-        found = features.flatten(0, 1).index_select(0, order[own])
-        return x.masked_scatter(own[..., None], found)
+        # A feature for every token, so that no shape depends on values.
+        found = features.flatten(0, 1).index_select(0, (order.flatten() - 1).clamp(min=0))
+        return torch.where(own[..., None], found.view_as(x), x)
+
+    def num_images(self, tokens: Tensor) -> int:
+        """Count the images of rows, of which ranks that share them have parts.
+
+        Args:
+            tokens: This rank's tokens of the rows, [B, S / cp].
+        """
+        return int(self._places(tokens).sum()) // self.config.num_tokens
 
     def features(self, images: Tensor, sample_ids: Tensor | None = None) -> Tensor:
         """Return the features that stand for images, on every rank of the tensor-parallel group.
@@ -166,33 +174,55 @@ class ImageInput(nn.Module):
         Shape:
             images: [N, C, H, W]; sample_ids: [N]. Returns [N, num_tokens, hidden].
         """
-        x = self.tower.features(images, layer=self.config.feature_layers, sample_ids=sample_ids)
+        needed = images.requires_grad or _is_trained(self.tower)
+        with torch.set_grad_enabled(needed and torch.is_grad_enabled()):
+            x = self.tower.features(images, layer=self.config.feature_layers, sample_ids=sample_ids)
         return self.projector(x[:, 1:] if self.config.drop_first else x)
+
+    @property
+    def flops_per_image(self) -> int:
+        """Operations of training on an image; of a part that is frozen only those of forward."""
+        return self.config.flops_per_image(
+            self.hidden_size,
+            trains_tower=_is_trained(self.tower),
+            trains_projector=_is_trained(self.projector),
+        )
+
+    def _places(self, tokens: Tensor) -> Tensor:
+        """Return 1 where an image token is in whole rows, and 0 elsewhere."""
+        place = (tokens == self.config.token_id).long()
+        context = self.shard.context.group
+        return place if context is None else unshard(place, context)
 
     def _features(self, images: Tensor, sample_ids: Tensor | None) -> Tensor:
         """Return the features of any number of images.
 
-        Without any, nothing of an empty image is used: the parameters have gradients of zero then,
-        which ranks with images wait for.
+        Without any there are those of an empty image, which no token takes: the parameters have
+        gradients of zero then, which ranks with images wait for.
         """
-        if len(images):
-            return self.features(images, sample_ids)
-        ids = None if sample_ids is None else sample_ids.new_zeros(1)
-        return self.features(images.new_zeros(1, *images.shape[1:]), ids)[:0]
+        if not len(images):
+            images = images.new_zeros(1, *images.shape[1:])
+            sample_ids = None if sample_ids is None else sample_ids.new_zeros(1)
+        return self.features(images, sample_ids)
 
-    def _check_count(self, tokens: int, images: int) -> None:
+    def _check_count(self, tokens: Tensor, images: int) -> None:
         each = self.config.num_tokens
         if tokens != images * each:
             raise ValueError(
-                f"the batch has {tokens} image tokens ({self.config.token_id}), and pixel_values "
-                f"has {images} images of {each}, which is {images * each}; give as many tokens for "
-                "each image, as expand_image_tokens does"
+                f"the batch has {int(tokens)} image tokens ({self.config.token_id}), and "
+                f"pixel_values has {images} images of {each}, which is {images * each}; give as "
+                "many tokens for each image, as expand_image_tokens does"
             )
 
-    def _sample_ids(self, batch: Batch, place: Tensor) -> Tensor | None:
+    def _sample_ids(self, batch: Batch, order: Tensor, count: int) -> Tensor | None:
         """Return ids of the images, from the id of their row and their place in the row."""
         ids = batch.get("sample_ids")
         if ids is None:
             return None
-        first = place.flatten().nonzero()[:: self.config.num_tokens, 0]
-        return ids[first // place.shape[1]] * place.shape[1] + first % place.shape[1]
+        numbers = torch.arange(count, device=order.device) * self.config.num_tokens + 1
+        first, length = torch.searchsorted(order, numbers), len(order) // len(ids)
+        return ids[first // length] * length + first % length
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(param.requires_grad for param in module.parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mt_files import Checks
 
@@ -69,16 +69,25 @@ class ImageInputConfig:
         projector = hidden_size * (self.feature_size + hidden_size + 2 * self.bias)
         return self.tower.num_parameters + projector
 
-    def flops_per_image(self, hidden_size: int) -> int:
+    def flops_per_image(
+        self, hidden_size: int, *, trains_tower: bool = True, trains_projector: bool = True
+    ) -> int:
         """Count the operations of forward and backward for an image.
 
-        All layers of the encoder are counted, even after the last one whose output is taken.
+        The encoder's layers behind the last one whose output is taken, and its pooling, never run
+        and are not counted. Backward is twice forward, and none where there is nothing to train.
 
         Args:
             hidden_size: Width of the language model.
+            trains_tower: Whether any parameter of the encoder is trained.
+            trains_projector: Whether any parameter of the projection is trained.
         """
-        projector = 6 * hidden_size * (self.feature_size + hidden_size)
-        return self.tower.flops_per_image + self.num_tokens * projector
+        last = max(layer % self.tower.num_layers for layer in self.feature_layers)
+        tower = replace(self.tower, layers=self.tower.layers[: last + 1], pooling=None)
+        projector = 6 * hidden_size * (self.feature_size + hidden_size) * self.num_tokens
+        return tower.flops_per_image // (1 if trains_tower else 3) + projector // (
+            1 if trains_tower or trains_projector else 3
+        )
 
     def check_split(self, hidden_size: int, tp: int) -> None:
         """Check that `tp` ranks can share the encoder and the projection.

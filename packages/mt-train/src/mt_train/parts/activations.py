@@ -100,19 +100,25 @@ class ActivationWatch(TrainerPart):
             yield text
 
 
-def batch_of(config: RunConfig, state: ParallelState) -> dict[str, torch.Tensor]:
-    """Return a micro-batch of zeros as a rank gets them, on the CPU."""
-    rows, sizes = (
-        config.training.micro_batch_size,
-        config.data.sizes(config.training.sequence_length),
-    )
+def batch_of(
+    config: RunConfig, state: ParallelState, *, items: Mapping[str, int] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return a micro-batch of zeros as a rank gets them, on the CPU.
+
+    Args:
+        config: The run.
+        state: This rank's place.
+        items: Numbers of what rows may have any number of, such as images; none of each without it.
+    """
+    rows = config.training.micro_batch_size
+    sizes = {**config.data.sizes(config.training.sequence_length), **(items or {})}
     batch = {"sample_ids": torch.arange(rows)}
     for field in config.data.fields():
         shape = [sizes[dim] for dim in field.dims]
         if field.cut == "along":
             shape[0] //= state.size("cp")
         value = 1 if field.dtype == "bool" else 0  # a mask hides nothing
-        whole = shape if field.joined else [rows, *shape]  # of images there are none
+        whole = shape if field.joined else [rows, *shape]
         batch[field.name] = torch.full(whole, value, dtype=getattr(torch, field.dtype))
     return batch
 

@@ -112,6 +112,11 @@ class Trainer:
         options = stage_options(config)
         self.stages = build_stages(plan, model_config, state, **options)
         freeze(self.stages, config.training.freeze)
+        self._takes_images = model_config.images is not None
+        # Ranks that share rows have the same images, and the first stage encodes them.
+        counts = not any(map(state.index, ("tp", "cp", "pp")))
+        inputs = [stage.images for stage in self.stages if counts and stage.images is not None]
+        self._flops_per_image = sum(each.flops_per_image for each in inputs)
         setup = Setup(
             config=config,
             model=model_config,
@@ -236,11 +241,13 @@ class Trainer:
         labels = map(sum, zip(*ready.labels, strict=True))
         total = [max(n, 1.0) for n in summed(self.state, *labels, axes="dp-cp")]
         outputs = self._run_passes(batches, self._divisors(ready.labels, total))
-        numbers = self._own_numbers(outputs, save=save)
+        images = sum(len(batch.get("pixel_values", ())) for batch in batches)
+        numbers = self._own_numbers(outputs, images, save=save)
         # The step's only wait for the device: everything that ranks agree on comes with it.
         with record_function("agreement"):
             sums = self._update.measure(torch.cat(numbers), **rates)
-        losses, *of_parts, (stop, wants_save, seconds) = _split(sums, [len(x) for x in numbers])
+        losses, *of_parts, others = _split(sums, [len(x) for x in numbers])
+        stop, wants_save, seconds, *of_images = others
         divisors = dict(zip(self.objective.counts, total, strict=True))
         means = self.objective.record(losses, divisors)
         self._check_finite(means)
@@ -253,7 +260,7 @@ class Trainer:
             self._check_skipped(means, result)
         self._meter.stop()
         self._advance(seconds, stepped=result.stepped)
-        record = self._record(means, rates["lr"], total[0], seconds)
+        record = self._record(means, rates["lr"], total[0], seconds, sum(of_images))
         for part, own in zip(self.parts, of_parts, strict=True):
             record |= part.record(own, record)
         return Step(record=record | self._found(result), stop=stop > 0, save=wants_save > 0)
@@ -349,7 +356,7 @@ class Trainer:
             part.weights_loaded()
         self.optimizer.sync_params()
 
-    def _own_numbers(self, outputs: list[Any], *, save: bool) -> list[Tensor]:
+    def _own_numbers(self, outputs: list[Any], images: int, *, save: bool) -> list[Tensor]:
         """Return the numbers that ranks sum with the norm: losses, numbers of parts, and flags."""
         device = self.state.device
         # Each rank has what its own stages return; tensor-parallel ranks have the same.
@@ -357,14 +364,17 @@ class Trainer:
         losses = totals(outputs, self.objective.weights, device)
         lap = self._meter.lap()
         seconds = lap if self.state.rank == 0 else 0.0
-        flags = uploaded([self._stop.requested, save, seconds], device)
-        return [losses, *(part.own_numbers() for part in self.parts), flags]
+        of_images = [images * self._flops_per_image] if self._takes_images else []
+        others = uploaded([self._stop.requested, save, seconds, *of_images], device)
+        return [losses, *(part.own_numbers() for part in self.parts), others]
 
-    def _record(self, losses: Record, lr: float, tokens: float, seconds: float) -> Record:
+    def _record(
+        self, losses: Record, lr: float, tokens: float, seconds: float, of_images: float
+    ) -> Record:
         if self.config.data.has_few_labels:
             tokens = self.sampler.global_batch_size * self.config.training.sequence_length
         rate = tokens / seconds
-        flops = rate * self._flops
+        flops = rate * self._flops + of_images / seconds
         world = self.state.layout.world_size
         return {
             "step": self.progress.step,

@@ -61,6 +61,18 @@ class ImageTextData(ChatData):
         sizes = {"images": 0, "channels": 3, "height": height, "width": width}
         return {"tokens": sequence_length, **sizes}
 
+    def most_items(self, sources: Sources, rows: int) -> Mapping[str, int]:
+        """Return the most images that some rows of an epoch have together, in any order.
+
+        Raises:
+            DataError: A sample is damaged, the template refuses it, or there is no template.
+        """
+        import numpy as np
+
+        images = [self.dataset(path, sources).images_of_rows for path in sources.train]
+        most = np.sort(np.concatenate(images))[::-1]
+        return {"images": int(np.resize(most, rows).sum())}
+
     def files(self) -> Mapping[str, bytes]:
         """Return the chat template, its tokens, and how images become pixel values."""
         from mt_files import read_bytes

@@ -261,6 +261,19 @@ class DataSection:
             return [self._sharded(sources, sources.shards)]
         return [self.dataset(path, sources) for path in sources.train]
 
+    def most_items(self, sources: Sources, rows: int) -> Mapping[str, int]:
+        """Return the most items that some rows of `train` have together, by their dim.
+
+        Items are what rows may have any number of: `joined` fields say so. By default there are
+        none.
+
+        Args:
+            sources: What the rows are made of; they are made.
+            rows: Number of rows.
+        """
+        del sources, rows
+        return {}
+
     def _sharded(self, sources: Sources, shards: Shards) -> RowDataset:
         """Open a corpus in shards, of which the first is there."""
         from mt_data import ShardedRows
