@@ -1,5 +1,7 @@
-"""Tokens and documents of an object store that fails one request in ten."""
+"""Tokens, documents and tars of an object store that fails one request in ten."""
 
+import io
+import tarfile
 from functools import partial
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 from mt_data import DataError, IndexedDataset, IndexedWriter, read_documents
 from mt_files import FileError, ObjectError, ObjectStore, ObjectTries, objects
+from mt_multimodal import TarIndex
 from mt_testing import unsteady_store
 
 
@@ -129,3 +132,23 @@ def test_a_missing_pair_is_a_missing_file(store):
     with pytest.raises(FileNotFoundError, match=r"s3://bucket/none\.idx") as error:
         IndexedDataset("s3://bucket/none")
     assert isinstance(error.value, FileError)
+
+
+def test_a_tar_is_read_by_range_though_requests_fail(server, store, tmp_path):
+    members = [(f"{number}.txt", bytes([number]) * 1000) for number in range(20)]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    store.put("tars/a.tar", (tmp_path / "a.tar").read_bytes())
+    server.fail_some(0.1, seed=0)
+    index = TarIndex("s3://bucket/tars/a.tar", tmp_path / "kept")
+    before = server.sent
+    for number in (19, 3, 11):
+        assert (index.name(number), index.read(number)) == members[number]
+    assert 3000 <= server.sent - before < 9000  # some of the answers were lost
+    assert TarIndex("s3://bucket/tars/a.tar", tmp_path / "kept").fingerprint == index.fingerprint
+    store.put("tars/a.tar", b"x")
+    with pytest.raises(ObjectError, match="changed"):
+        index.read(0)

@@ -1,6 +1,5 @@
 """Members of tars: their places, hostile ones refused, damage found, an index that is kept."""
 
-import io
 import os
 import resource
 import tarfile
@@ -9,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from mt_data import DataFileError
-from mt_files import FileError, ObjectError
+from mt_files import FileError
 from mt_multimodal import TarIndex
 from mt_multimodal import tar_index as module
 
@@ -172,37 +171,6 @@ def test_a_folder_for_reading_alone_keeps_the_index_in_memory(tmp_path, made, mo
     assert index.read(0) == b"1"
     with pytest.raises(FileError):
         TarIndex(path, tmp_path / "named")
-
-
-def test_a_tar_of_an_object_store_is_read_by_range(made, tmp_path, monkeypatch):
-    import boto3
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ALLOW_HTTP": "true",
-            "AWS_ACCESS_KEY_ID": "x",
-            "AWS_SECRET_ACCESS_KEY": "x",
-            "AWS_REGION": "us-east-1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1")
-        client.create_bucket(Bucket="bucket")
-        members = [(f"{n}.txt", bytes([n]) * 1000) for n in range(20)]
-        made.write_tar(tmp_path / "a.tar", members)
-        client.put_object(Bucket="bucket", Key="d/a.tar", Body=(tmp_path / "a.tar").read_bytes())
-        index = TarIndex("s3://bucket/d/a.tar", tmp_path / "kept")
-        assert [index.read(n) for n in (19, 3)] == [members[19][1], members[3][1]]
-        assert TarIndex("s3://bucket/d/a.tar", tmp_path / "kept").fingerprint == index.fingerprint
-        client.put_object(Bucket="bucket", Key="d/a.tar", Body=bytes(len(io.BytesIO(b"x").read())))
-        with pytest.raises(ObjectError, match="changed"):
-            index.read(0)
-    finally:
-        server.stop()
 
 
 @pytest.mark.campaign
