@@ -4,7 +4,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from mt_data import PADDING, BatchSampler, DataError, IndexedDataset, Rows
+from mt_data import (
+    PADDING,
+    BatchSampler,
+    DataError,
+    IndexedDataset,
+    Mixture,
+    Rows,
+    mixed,
+    mixture_sources,
+)
 from mt_retro import (
     Neighbours,
     RetroDataset,
@@ -101,6 +110,21 @@ def test_rows_depend_on_their_number_alone(made):
         read = np.where(read == PADDING, 0, read)[:, : other.num_neighbours]
         assert (row["neighbours"][:count] == read).all()
     assert len({rows.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+def test_the_rows_of_a_batch_are_the_same_alone(made):
+    how = {"sequence_length": LENGTH, "num_neighbours": 2}
+    near, bare = (RetroDataset(made.near, **how, retrieves=each) for each in (True, False))
+    sources = mixture_sources([near, bare], [2, 1])
+    both = mixed([near, bare], Mixture(sources=sources), num_samples=9)
+    batch = Rows().read(both, np.array([0, 7, -1, 1, 2]))
+    for place, number in enumerate((0, 7, -1, 1, 2)):
+        alone = both.row(number) if number >= 0 else both.empty()
+        for name, array in alone.items():
+            assert (batch[name][place] == array).all()
+    has = batch["neighbours"].any(axis=(1, 2, 3)).tolist()
+    assert has == [number >= 0 and both.origin(number)[0] == 0 for number in (0, 7, -1, 1, 2)]
+    assert len(set(has)) == 2
 
 
 def test_ranks_that_share_a_row_have_the_neighbours_of_their_chunks(made):

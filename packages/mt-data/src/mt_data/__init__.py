@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from mt_data.corpus import count_text_bytes as count_text_bytes
     from mt_data.corpus import dataset_tokenizer as dataset_tokenizer
     from mt_data.datasets.batch import BatchSampler as BatchSampler
+    from mt_data.datasets.batch import GatheredRow as GatheredRow
     from mt_data.datasets.batch import MicroBatch as MicroBatch
     from mt_data.datasets.batch import Rows as Rows
     from mt_data.datasets.batch import count_labels as count_labels

@@ -15,6 +15,7 @@ from mt_data import (
     Conversation,
     DataError,
     DataFileError,
+    GatheredRow,
     RenderedRows,
     RowPacking,
     TooLong,
@@ -118,7 +119,8 @@ class ImageTextDataset(RenderedRows):
 
     Shape:
         - `row(i)`: the arrays of `ChatDataset`, and `pixel_values` [images of the row, 3, H, W],
-          float32, in the order of the image tokens. They are decoded when they are looked up.
+          float32, in the order of the image tokens. They are decoded when they are looked up, the
+          images of a batch together.
     """
 
     def __init__(
@@ -196,7 +198,16 @@ class ImageTextDataset(RenderedRows):
 
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return row `index` in the endless stream of epochs."""
-        return _Row(dict(super().row(index)), self, self._images_of(index))
+        arrays = {name: x for name, x in super().row(index).items() if name != "pixel_values"}
+        return GatheredRow(self, arrays, ("pixel_values",), self._images_of(index))
+
+    def gather(self, rows: Sequence[GatheredRow]) -> None:
+        """Decode the images of rows, in threads."""
+        pixels = self.pixel_values([image for row in rows for image in row.content])
+        for row in rows:
+            count = len(row.content)
+            row.keep(pixel_values=pixels[:count])
+            pixels = pixels[count:]
 
     def pixel_values(self, numbers: Sequence[int]) -> NDArray[np.float32]:
         """Return the pixel values of images by their numbers, decoded in threads.
@@ -294,23 +305,3 @@ class ImageTextDataset(RenderedRows):
                 f"{len(images)} images; use a template that writes one for each image",
             )
         return expanded(found, self.form.token_id, self.form.num_tokens), images
-
-
-class _Row(Mapping[str, NDArray]):
-    """The arrays of a row, of which the images are decoded when they are looked up."""
-
-    def __init__(
-        self, arrays: dict[str, NDArray], dataset: ImageTextDataset, images: Sequence[int]
-    ) -> None:
-        self._arrays, self._dataset, self._images = arrays, dataset, images
-
-    def __getitem__(self, name: str) -> NDArray:
-        if name == "pixel_values":
-            return self._dataset.pixel_values(self._images)
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((*(each for each in self._arrays if each != "pixel_values"), "pixel_values"))
-
-    def __len__(self) -> int:
-        return len(set(self._arrays) | {"pixel_values"})

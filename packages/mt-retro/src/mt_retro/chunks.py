@@ -144,7 +144,7 @@ class Chunks:
         width = 2 * self.size if continued else self.size
         starts = self._begins[documents] + (numbers - self._first[documents]) * self.size
         lengths = np.minimum(self._begins[documents + 1] - starts, width)
-        if len(numbers) > 1 and (starts[1:] == starts[:-1] + lengths[:-1]).all():
+        if not continued and (starts[1:] == starts[:-1] + lengths[:-1]).all():
             tokens = np.full((len(numbers), width), fill, np.int64)
             is_token = np.arange(width) < lengths[:, None]
             tokens[is_token] = self.dataset.stream(int(starts[0]), int(lengths.sum()))

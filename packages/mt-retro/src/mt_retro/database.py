@@ -174,8 +174,12 @@ class Database:
         """
         shape, numbers = np.shape(ids), np.asarray(ids, np.int64).reshape(-1)
         check_ids(numbers, len(self), str(self.folder))
-        if len(self.sources) == 1 and numbers.min(initial=0) >= 0:
-            tokens, lengths = self.sources[0].read_chunks(numbers, continued=True, fill=fill)
+        if len(self.sources) == 1 and len(self):
+            tokens, lengths = self.sources[0].read_chunks(
+                np.maximum(numbers, 0), continued=True, fill=fill
+            )
+            missing = np.flatnonzero(numbers < 0)
+            tokens[missing], lengths[missing] = fill, 0
             return tokens.reshape(*shape, 2 * self.chunk), lengths.reshape(shape)
         tokens = np.full((len(numbers), 2 * self.chunk), fill, np.int64)
         lengths = np.zeros(len(numbers), np.int64)

@@ -132,6 +132,14 @@ class Neighbours:
         numbers = self.chunks.of_document(document)
         return self._checked(self._ids.rows(numbers.start, numbers.stop))
 
+    def gather(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the neighbours of chunks by their numbers, as `ids` does those of a document.
+
+        Shape:
+            - numbers: [n]; result: [n, neighbours]
+        """
+        return self._checked(self._ids.gather(numbers))
+
     def tokens(self, document: int) -> NDArray[np.int64]:
         """Return the tokens of those neighbours and of what follows them.
 

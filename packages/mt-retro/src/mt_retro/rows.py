@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from typing import ClassVar
 
 import numpy as np
-from mt_data import PADDING, DataError, PackedOrder, RowDataset, text_fields
+from mt_data import PADDING, DataError, GatheredRow, PackedOrder, RowDataset, text_fields
 from mt_files import RowField
 from numpy.typing import NDArray
 
@@ -32,6 +32,9 @@ def retro_fields() -> tuple[RowField, ...]:
         ),
         RowField(name="neighbour_lengths", dims=("chunks", "neighbours")),
     )
+
+
+_TEXT, _NEIGHBOURS = text_fields(packed=True), ("neighbours", "neighbour_lengths")
 
 
 class RetroDataset(RowDataset):
@@ -107,6 +110,7 @@ class RetroDataset(RowDataset):
                 f"{prefix}: has no document of two tokens, so there is nothing to learn"
             )
         self._num_labels = int(labels.sum())
+        self._places = np.arange(sequence_length)
         self._sizes = sizes
         how = {"window": self.window, "seed": operator.index(seed), "name": "parts"}
         self._order = PackedOrder(-(-sizes // chunk), sequence_length // chunk, **how)
@@ -173,32 +177,61 @@ class RetroDataset(RowDataset):
 
     def row(self, index: int) -> Mapping[str, NDArray]:
         """Return row `index` in the endless stream of epochs."""
-        row, at = self.empty(), 0
-        chunks, texts = self.neighbours.chunks, []
-        ids = np.full((self.sequence_length // chunks.size, self.num_neighbours), -1, np.int64)
-        for number, (document, start, size) in enumerate(self.parts(index)):
-            count = -(-size // chunks.size)
-            text = chunks.read(document, start, size + 1)
+        chunks, size = self.neighbours.chunks, self.neighbours.chunks.size
+        at, texts, numbers = 0, [], []
+        row = {
+            field.name: np.full(self.sequence_length, field.fill, field.dtype) for field in _TEXT
+        }
+        for number, (document, start, length) in enumerate(self.parts(index)):
+            count = -(-length // size)
+            text = chunks.read(document, start, length + 1)
             texts.append((at, text))
-            row["tokens"][at : at + size], row["labels"][at : at + size] = text[:-1], text[1:]
-            padded = slice(at, at + count * chunks.size)
+            row["tokens"][at : at + length], row["labels"][at : at + length] = text[:-1], text[1:]
+            padded = slice(at, at + count * size)
             row["documents"][padded] = number
-            row["positions"][padded] = np.arange(count * chunks.size)
-            first = start // chunks.size
-            known = self.neighbours.ids(document)[first : first + count, : self.num_neighbours]
-            ids[at // chunks.size : at // chunks.size + count] = known
+            row["positions"][padded] = self._places[: count * size]
+            first = chunks.of_document(document).start + start // size
+            numbers.append((first, first + count))
             at = padded.stop
-        if not self.retrieves and self.overlap is None:
-            return row
-        fill = 0 if self.overlap is None else PADDING
-        read, lengths = self.neighbours.database.read(ids, fill=fill)
-        for begin, text in () if self.overlap is None else texts:
-            labels = row["labels"][begin : begin + len(text) - 1]
-            labels[~self._is_kept(text, read[begin // chunks.size :])] = PADDING
-        if self.retrieves:
-            row["neighbours"] = read if self.overlap is None else np.maximum(read, 0)
-            row["neighbour_lengths"] = lengths
-        return row
+        found = GatheredRow(self, row, _NEIGHBOURS, numbers)
+        if self.overlap is not None:
+            read, lengths = self._neighbours_of([found], fill=PADDING)
+            for begin, text in texts:
+                labels = row["labels"][begin : begin + len(text) - 1]
+                labels[~self._is_kept(text, read[0, begin // size :])] = PADDING
+            found.keep(neighbours=np.maximum(read[0], 0), neighbour_lengths=lengths[0])
+        if not self.retrieves:
+            found.keep(**self._none)
+        return found
+
+    def gather(self, rows: Sequence[GatheredRow]) -> None:
+        """Read the neighbours of rows in one step."""
+        for row, *found in zip(rows, *self._neighbours_of(rows, fill=0), strict=True):
+            row.keep(**dict(zip(_NEIGHBOURS, found, strict=True)))
+
+    def _neighbours_of(
+        self, rows: Sequence[GatheredRow], *, fill: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the neighbours of rows, whose content is the chunks [begin, end) in them.
+
+        Shape:
+            - result: [rows, S / m, k, 2 m] and [rows, S / m, k]
+        """
+        ids = np.full((len(rows), self.sizes["chunks"], self.num_neighbours), -1, np.int64)
+        parts = [np.arange(*ends) for row in rows for ends in row.content]
+        near = self.neighbours.gather(np.concatenate(parts))[:, : self.num_neighbours]
+        for own, row in zip(ids, rows, strict=True):
+            count = sum(end - begin for begin, end in row.content)
+            own[:count], near = near[:count], near[count:]
+        return self.neighbours.database.read(ids, fill=fill)
+
+    @cached_property
+    def _none(self) -> Mapping[str, NDArray]:
+        """The neighbours of a row without them, which all such rows share."""
+        empty = self.empty()
+        for name in _NEIGHBOURS:
+            empty[name].setflags(write=False)
+        return {name: empty[name] for name in _NEIGHBOURS}
 
     def parts(self, index: int) -> list[tuple[int, int, int]]:
         """Return the document, the first token in it and the number of labels of a row's parts."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, TypeGuard, cast, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard, cast, get_args
 
 import numpy as np
 from mt_files import STAGES, RowField, Stage, multiples_near
@@ -73,6 +73,53 @@ rank's part."""
 
 Packing: TypeAlias = Literal["none", "documents"]
 _SAMPLE_IDS = RowField(name="sample_ids", dims=(), fill=-1, cut="whole")
+
+
+class GatheredRow(Mapping[str, NDArray]):
+    """A row with arrays that its data set makes later: for all rows of a batch at once, or alone.
+
+    Args:
+        dataset: Data set that makes them.
+        arrays: Arrays that are there.
+        later: Names of the arrays that are made later.
+        content: What the data set makes them of.
+
+    Attributes:
+        content: As given.
+    """
+
+    def __init__(
+        self, dataset: Gathering, arrays: dict[str, NDArray], later: Sequence[str], content: Any
+    ) -> None:
+        self.dataset, self.content = dataset, content
+        self._arrays, self._names = arrays, (*arrays, *later)
+
+    def keep(self, **arrays: NDArray) -> None:
+        """Take arrays that were made."""
+        self._arrays.update(arrays)
+
+    def lacks(self, names: Collection[str]) -> bool:
+        """Tell whether one of some arrays is not made yet."""
+        return any(name in names for name in self._names if name not in self._arrays)
+
+    def __getitem__(self, name: str) -> NDArray:
+        if self.lacks((name,)):
+            self.dataset.gather([self])
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Gathering(Protocol):
+    """A data set that makes arrays of several rows at once."""
+
+    def gather(self, rows: Sequence[GatheredRow]) -> None:
+        """Make the arrays that rows of this data set lack, and let the rows keep them."""
+        ...
 
 
 def empty_array(field: RowField, sizes: Mapping[str, int]) -> NDArray:
@@ -161,37 +208,38 @@ class Rows:
                 f"that packing, or a dataset with {self.packing!r}"
             )
         rows = [samples.row(int(n)) if n >= 0 else samples.empty() for n in ids]
-        names = {field.name for field in samples.fields}
+        fields, sizes = samples.fields, samples.sizes
+        names = {field.name for field in fields}
         for row, number in zip(rows, ids, strict=True):
             if row.keys() != names:
                 raise DataError(
                     f"row {number} of {type(samples).__name__} has {sorted(row)}, and its fields "
                     f"are {sorted(names)}; make both the same"
                 )
-        batch = {field.name: self._stacked(field, rows, samples) for field in samples.fields}
+        read = {field.name for field in fields if self._reads(field)}
+        _gather([row for row in rows if isinstance(row, GatheredRow)], read)
+        length, what = samples.sequence_length, type(samples).__name__
+        batch = {}
+        for field in fields:
+            if field.name in read:
+                arrays = [row[field.name] for row in rows]
+                _check_arrays(field, arrays, sizes, what)
+            else:
+                arrays = [empty_array(field, sizes)] * len(rows)
+            batch[field.name] = self._joined(field, arrays, length)
         return batch | {_SAMPLE_IDS.name: ids.copy()}
 
-    def _stacked(
-        self, field: RowField, rows: Sequence[Mapping[str, NDArray]], samples: RowSource
-    ) -> NDArray:
-        """Return this rank's part of one array of several rows; only what it needs is made."""
-        empty = empty_array(field, samples.sizes)
+    def _reads(self, field: RowField) -> bool:
+        """Tell whether this rank reads the values of a field."""
         has_first = self.parts is None or self.parts[0][0] == 0
-        if not field.is_read(self.stages) or (field.cut == "once" and not has_first):
-            arrays = [empty] * len(rows)
-        else:
-            arrays = [row[field.name] for row in rows]
-        for array in arrays:
-            shape = array.shape[1:] if field.joined else array.shape
-            if shape != empty.shape[field.joined :] or array.dtype != empty.dtype:
-                raise DataError(
-                    f"{field.name} of a row of {type(samples).__name__} is {array.dtype} "
-                    f"{list(array.shape)}, and its field says {empty.dtype} {list(empty.shape)}"
-                )
-        whole = np.concatenate(arrays) if field.joined else np.stack(arrays)
+        return field.is_read(self.stages) and (field.cut != "once" or has_first)
+
+    def _joined(self, field: RowField, arrays: Sequence[NDArray], length: int) -> NDArray:
+        """Return this rank's part of one array of several rows."""
+        whole = np.concatenate(arrays if field.joined else [each[None] for each in arrays])
         if field.cut != "along" or self.parts is None:
             return whole
-        own = self._scaled(whole.shape[1], of=samples.sequence_length)
+        own = self._scaled(whole.shape[1], of=length)
         return np.ascontiguousarray(whole[:, own])
 
     def _row(self, samples: Samples, sample: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -318,6 +366,29 @@ def count_labels(batches: Sequence[MicroBatch], name: str = "labels") -> int:
     """
     found = (batch.get(name) for batch in batches)
     return sum(int(np.count_nonzero(labels != PADDING)) for labels in found if labels is not None)
+
+
+def _gather(rows: Sequence[GatheredRow], names: Collection[str]) -> None:
+    """Make the named arrays that rows lack, of each data set together."""
+    lacking: dict[int, list[GatheredRow]] = {}
+    for row in rows:
+        if row.lacks(names):
+            lacking.setdefault(id(row.dataset), []).append(row)
+    for own in lacking.values():
+        own[0].dataset.gather(own)
+
+
+def _check_arrays(
+    field: RowField, arrays: Sequence[NDArray], sizes: Mapping[str, int], what: str
+) -> None:
+    """Refuse arrays of rows that are not as the data set declares them."""
+    dtype, dims = np.dtype(field.dtype), tuple(sizes[dim] for dim in field.dims)
+    for array in arrays:
+        if array.shape[field.joined :] != dims[field.joined :] or array.dtype != dtype:
+            raise DataError(
+                f"{field.name} of a row of {what} is {array.dtype} {list(array.shape)}, and its "
+                f"field says {dtype} {[0] * field.joined + list(dims[field.joined :])}"
+            )
 
 
 def _makes_rows(samples: Samples | RowSource) -> TypeGuard[RowSource]:
