@@ -6,7 +6,9 @@ import json
 import math
 import pickle
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import pytest
@@ -83,6 +85,12 @@ class SlowConfig(Part):
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     part: Part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    max_items: ClassVar[Mapping[str, int]] = MappingProxyType({"cars": 2})
+    cars: tuple[Part, ...]
 
 
 ATTENTION = {"type": "attention", "num_heads": 4}
@@ -183,6 +191,14 @@ def test_a_base_class_may_have_a_usual_kind() -> None:
     assert build(Engine, {"part": {}}).part == QuickConfig()
     assert build(Engine, {"part": {"type": "slow"}}).part == SlowConfig()
     assert to_plain(Engine(part=QuickConfig())) == {"part": {"type": "quick", "size": 1}}
+
+
+def test_a_list_longer_than_its_class_allows_is_refused_before_its_items_are_built() -> None:
+    assert build(Train, {"cars": [{}] * 2}) == Train(cars=(QuickConfig(),) * 2)
+    with pytest.raises(SchemaError) as caught:
+        build(Train, {"cars": [{"odd": 1}] * 3})
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.text) == ("cars", "a list of 3 is too long; use at most 2")
 
 
 def test_text_without_quotes_takes_its_type_from_the_field() -> None:

@@ -482,8 +482,15 @@ def test_a_config_prints_as_a_table_of_its_layers():
     assert str(preset("llama3-70b")).count("\n") == 5
 
 
-def test_too_many_repeats_are_refused_at_once():
+@pytest.mark.parametrize(
+    ("entries", "repeat", "message"),
+    [
+        (1000, 4000, "layers: 4000000 layers with their repeats; use at most 4096"),
+        (100_000, 1, "layers: a list of 100000 is too long; use at most 4096"),
+    ],
+)
+def test_too_many_layers_are_refused_before_they_are_built(entries, repeat, message):
     data = gpt(**SMALL).to_dict()
-    data["layers"] = [{**data["layers"][0], "repeat": 4000}] * 1000
-    with pytest.raises(ValueError, match="layers: 4000000 layers with their repeats; use at most"):
+    data["layers"] = [{**data["layers"][0], "repeat": repeat}] * entries
+    with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict(data)

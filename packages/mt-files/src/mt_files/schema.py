@@ -108,7 +108,8 @@ def build(cls: type[T], value: object, path: str = "") -> T:
             unions of them. If a field allows several dataclasses, or the kinds of a base class, the
             key `type` selects one, or the key that a base class names as its `kind_key`; a base
             class may have a `default_kind`. The key of a field is its name, without an underscore
-            at the end (`from_`).
+            at the end (`from_`). A class may have `max_items`, the largest length of the list under
+            a key, so that no longer one is built before it is refused.
         value: A mapping from YAML or JSON; dataclasses in it are kept. A class with
             `keeps_other_keys = "name"` collects unknown keys in that field, a mapping.
         path: Prefix of the paths in messages.
@@ -272,12 +273,15 @@ class _Binder:
         prefix = f"{path}." if path else ""
         keeps = getattr(cls, "keeps_other_keys", None)
         names = {_key(name): name for name in hints if name != keeps}
+        limits = getattr(cls, "max_items", {})
         values: dict[Any, Any] = {}
         rest = None if keeps is None else values.setdefault(keeps, {})
         listed = ""  # once for each mapping
         for key, child in given.items():
             if key in names:
-                values[names[key]] = self.bind(hints[names[key]], child, f"{prefix}{key}")
+                inner = f"{prefix}{key}"
+                if not self._is_too_long(child, limits.get(key, _MAX_ITEMS), inner):
+                    values[names[key]] = self.bind(hints[names[key]], child, inner)
             elif rest is not None:
                 rest[str(key)] = child
             elif len(self.problems) < MAX_PROBLEMS:
@@ -312,13 +316,19 @@ class _Binder:
         if length is not None and len(value) != length:
             self.add(path, f"expected a list of {length}, found {len(value)}")
             return None
-        if len(value) > _MAX_ITEMS:
-            self.add(path, f"a list of {len(value)} is too long; use at most {_MAX_ITEMS}")
+        if self._is_too_long(value, _MAX_ITEMS, path):
             return None
         return tuple(
             self.bind(_item_hint(arguments, index), item, f"{path}[{index}]")
             for index, item in enumerate(value)
         )
+
+    def _is_too_long(self, value: object, limit: int, path: str) -> bool:
+        """Return whether a value is a list of too many items, each of which takes time to build."""
+        if not isinstance(value, list | tuple) or len(value) <= limit:
+            return False
+        self.add(path, f"a list of {len(value)} is too long; use at most {limit}")
+        return True
 
     def _mapping(self, hint: Any, value: Mapping[Any, Any], path: str) -> Any:
         for key in value:

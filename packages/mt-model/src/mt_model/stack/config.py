@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from mt_files import Checks, FieldError, build, to_plain
@@ -45,6 +46,7 @@ class StackConfig(StreamConfig, ABC):
 
     default_kind: ClassVar[str] = "model"
     inputs: ClassVar[Literal["tokens", "images"]] = "tokens"
+    max_items: ClassVar[Mapping[str, int]] = MappingProxyType({"layers": MAX_LAYERS})
     layers: tuple[LayerConfig, ...]
     final_norm: bool = True
     init_std: float = 0.02
