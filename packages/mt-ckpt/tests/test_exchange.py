@@ -15,6 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from mt_ckpt import TensorShard, inspect_checkpoint, load_checkpoint, save_checkpoint
 from mt_ckpt.command.cli import main
+from mt_ckpt.exchange import dcp as dcp_files
+from mt_ckpt.exchange import foreign
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -156,6 +158,26 @@ def _stored_names(name: str) -> list[str]:
         "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     }
     return [name, *(name.replace(norm, linear) for norm, linear in fused.items() if norm in name)]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_many_pieces_of_dcp_take_one_open_of_their_file_and_few_pickles(tmp_path, monkeypatch):
+    tensors = {f"layers.{i}.w": torch.full((3 + i % 2,), float(i)) for i in range(500)}
+    dcp.save(tensors, checkpoint_id=tmp_path)
+    calls: list[str] = []
+
+    def counted(name, call):
+        def counting(*args, **options):
+            calls.append(name)
+            return call(*args, **options)
+
+        return counting
+
+    monkeypatch.setattr(dcp_files, "read_pickle", counted("pickle", dcp_files.read_pickle))
+    monkeypatch.setattr(foreign, "open_file", counted("open", foreign.open_file))
+    found = dcp_files.open_dcp(tmp_path)
+    assert_same({name: found.read(name) for name in found.tensors}, tensors)
+    assert sorted(calls) == ["open", "pickle", "pickle", "pickle"]  # .metadata, and two shapes
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import math
-import os
 import struct
 import warnings
 import zipfile
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from mt_files import open_file, read_bytes, shorten
@@ -33,6 +32,7 @@ METADATA = ".metadata"
 _MAX_METADATA = 1 << 29
 _LEAST_METADATA = 1 << 20  # is read in any case; more only of what describes more
 _MAX_PICKLE = 1 << 20  # of a tensor's description, or of plain values
+_MAX_KEPT = 1 << 8  # pickles of tensors
 _LOCAL_HEADER = 30
 _MODULE = "torch.distributed.checkpoint."
 _MALFORMED = (
@@ -95,7 +95,7 @@ def open_dcp(folder: Path) -> ForeignCheckpoint:
     content = read_bytes(path, limit=limit, within=folder)
     files = MappedFiles(folder)
     try:
-        return _Metadata(folder, files, read_pickle(content, name=str(path))).checkpoint()
+        return _Metadata(files, read_pickle(content, name=str(path))).checkpoint()
     except _MALFORMED as error:
         raise CheckpointError(
             f"{path}: does not describe tensors as DCP does: {error}; restore it from a copy",
@@ -106,10 +106,10 @@ def open_dcp(folder: Path) -> ForeignCheckpoint:
 class _Metadata:
     """The content of `.metadata`."""
 
-    def __init__(self, folder: Path, files: MappedFiles, found: Any) -> None:
+    def __init__(self, files: MappedFiles, found: Any) -> None:
         if not isinstance(found, Record) or found.kind != f"{_MODULE}metadata.Metadata":
             raise ValueError("it is no Metadata")
-        self._folder, self._files = folder, files
+        self._files, self._pickles = files, dict[bytes, Any]()
         self._entries: dict[str, Record] = found.get("state_dict_metadata", dict)
         self._places: dict[str, dict[tuple[int, ...], Record]] = {}
         for index, info in found.get("storage_data", dict).items():
@@ -170,11 +170,8 @@ class _Metadata:
             raise ValueError(f"{shorten(name)} is compressed; save it without extensions")
         file = place.get("relative_path", str)
         at, length = _sizes((place.get("offset", int), place.get("length", int)))
-        with open_file(self._folder / file, within=self._folder) as stream:
-            if at + length > os.fstat(stream.fileno()).st_size:
-                raise ValueError(f"{shorten(file)} is shorter than {at + length} bytes")
-            where = f"{shorten(file)}: {shorten(name)}"
-            view, start, checksum = _stored_view(stream, at, length, where)
+        window, where = _Window(self._files, file, at, length), f"{shorten(file)}: {shorten(name)}"
+        view, start, checksum = _stored_view(window, where, self._pickles)
         if view.dtype != dtype or view.shape != box:
             held = f"{view.dtype} of {shorten(view.shape)}, not {dtype} of {shorten(box)}"
             raise ValueError(f"{shorten(name)}: {shorten(file)} holds {held}")
@@ -191,8 +188,10 @@ class _Metadata:
 class _Window(io.RawIOBase):
     """A part of a file, as a file."""
 
-    def __init__(self, stream: BinaryIO, start: int, length: int) -> None:
-        self._stream, self._start, self._length, self._at = stream, start, length, 0
+    def __init__(self, files: MappedFiles, file: str, start: int, length: int) -> None:
+        files.part(file, start + length, 0)  # zipfile would hide why a file can't be read
+        self._files, self._file, self._at = files, file, 0
+        self.start, self.length = start, length
 
     def seekable(self) -> bool:
         return True
@@ -204,38 +203,45 @@ class _Window(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length}[whence]
         if base + offset < 0:
             raise ValueError("a place before the file")
         self._at = base + offset
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self._length - self._at)
+        left = max(0, self.length - self._at)
         size = left if size is None or size < 0 else min(size, left)
-        self._stream.seek(self._start + self._at)
-        content = self._stream.read(size)
-        self._at += len(content)
+        content = self._files.part(self._file, self.start + self._at, size)
+        self._at += size
         return content
 
 
 def _stored_view(
-    stream: BinaryIO, at: int, length: int, name: str
+    window: _Window, name: str, pickles: dict[bytes, Any]
 ) -> tuple[StoredView, int, tuple[int, int, int] | None]:
     """Return the tensor in an archive of `torch.save`.
+
+    Args:
+        window: The archive.
+        name: Its name in messages.
+        pickles: What pickles hold, by their bytes: those of tensors with equal dtype, shape and
+            strides are equal, and there may be very many.
 
     Returns:
         The tensor, where its storage starts in the file, and the storage's checksum.
     """
-    window = _Window(stream, at, length)
     with zipfile.ZipFile(window) as archive:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         order = entries.get("byteorder")
         if order is not None and _content(archive, order, name) != b"little":
             raise ValueError(f"{name} is big-endian")
-        view = read_pickle(_content(archive, entries["data.pkl"], name), name=name)
+        content = _content(archive, entries["data.pkl"], name)
+        view = pickles.get(content) or read_pickle(content, name=name)
         if not isinstance(view, StoredView):
             raise TypeError(f"{name} is no tensor")
+        if len(pickles) < _MAX_KEPT:
+            pickles[content] = view
         storage = entries[f"data/{view.key}"]
     if storage.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{name} is compressed")
@@ -247,11 +253,11 @@ def _stored_view(
     last = 0 if 0 in view.shape else view.start + sum(reach) + 1
     if math.prod(view.shape) > max(0, last - view.start):
         raise ValueError(f"{name} has elements that overlap")
-    if last * view.dtype.itemsize > storage.file_size or start + storage.file_size > length:
+    if last * view.dtype.itemsize > storage.file_size or start + storage.file_size > window.length:
         raise ValueError(f"{name} is larger than its storage")
     # torch.save writes 0 if it is told to compute no checksums.
-    checksum = (at + start, storage.file_size, storage.CRC) if storage.CRC else None
-    return view, at + start, checksum
+    start += window.start
+    return view, start, (start, storage.file_size, storage.CRC) if storage.CRC else None
 
 
 def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str) -> bytes:

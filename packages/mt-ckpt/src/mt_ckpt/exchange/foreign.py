@@ -61,6 +61,15 @@ class MappedFiles:
             return raw.clone().view(dtype)
         return torch.frombuffer(pages, dtype=dtype, offset=start, count=count)
 
+    def part(self, name: str, start: int, size: int) -> bytes:
+        """Return a copy of bytes of a file.
+
+        Raises:
+            CheckpointError: The file is shorter.
+            FileError: It can't be read.
+        """
+        return self._pages(name, start, size)[start : start + size]
+
     def check(self, name: str, start: int, size: int, crc: int) -> None:
         """Raise CheckpointError unless bytes of a file have this crc32."""
         with memoryview(self._pages(name, start, size) if size else b"") as pages:
