@@ -42,7 +42,10 @@ def lock_root(root: Path, *, purpose: str) -> Iterator[Callable[[], None]]:
         if not disk.has_folders:
             from mt_ckpt.objects.lease import Lease
 
-            yield stack.enter_context(Lease(disk, root / LOCK, purpose=purpose)).check
+            lease = Lease(disk, root / LOCK, purpose=purpose)
+            lease.take()
+            stack.callback(lease.give_back)
+            yield lease.check
             return
         with disk_errors("lock", root):
             stack.enter_context(FolderLock(root, purpose=purpose, name=LOCK))

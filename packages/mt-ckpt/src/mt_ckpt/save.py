@@ -20,15 +20,13 @@ from mt_ckpt.disk import (
     disk_errors,
     in_threads,
     make_folders,
-    sync,
     sync_all,
     write_blocks,
 )
 from mt_ckpt.dtype import dtype_name
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.grid import Box, chunk_indices
-from mt_ckpt.lock import claim
-from mt_ckpt.manifest import MANIFEST, Manifest, step_name
+from mt_ckpt.manifest import Manifest, step_name
 from mt_ckpt.metadata import zarr_documents
 from mt_ckpt.path import as_path, disk_of
 from mt_ckpt.plan import describe_shards, own_shards, plan_arrays
@@ -37,12 +35,9 @@ from mt_ckpt.root import (
     LATEST,
     Keep,
     committed_steps,
-    hidden_name,
     lock_root,
-    move_latest,
     named_checkpoint,
     retain,
-    set_aside,
 )
 from mt_ckpt.shard import TensorShard
 from mt_ckpt.stored.chunk import ChunkWriter
@@ -52,9 +47,7 @@ from mt_ckpt.value import FileRecord, check_metadata
 
 if TYPE_CHECKING:
     from mt_ckpt.publication import StoredStep
-
-# A run that went back replaces a step after this wait even if a reader still holds it.
-_READERS_SECONDS = 20.0
+    from mt_ckpt.stored.commit import FolderStep
 
 
 def save_checkpoint(
@@ -127,10 +120,8 @@ class Save:
     locks: bool = False
     disk: Disk = field(default_factory=Disk)
     check: Callable[[], None] = field(default=lambda: None, init=False)
-    # Set on rank 0 only: the temporary directory, and the checkpoint that it replaces.
-    temp: Path | None = field(default=None, init=False)
-    old: Path | None = field(default=None, init=False)
-    stored: StoredStep | None = field(default=None, init=False)  # in an object store
+    # Set on rank 0 only: where the step is being made, and its arrays.
+    place: FolderStep | StoredStep | None = field(default=None, init=False)
     arrays: dict[str, ArraySpec] = field(default_factory=dict, init=False)
     # Set on every rank: whether there is a plan, its chunks and slices by array, and its packs.
     agreed: bool = field(default=False, init=False)
@@ -163,7 +154,8 @@ class Save:
                     ranks.phase(lambda: gathering.exchange(ranks), lambda _: None)
                 ranks.phase(lambda: self.write(plan, gathering), self.commit)
             except BaseException:
-                self.discard()
+                if self.place is not None:
+                    self.place.discard()
                 raise
         return self.root / step_name(self.step)
 
@@ -238,13 +230,15 @@ class Save:
 
     def begin(self) -> Path:
         """Choose the folder of the unfinished step, which a failure removes from here on."""
-        if not self.disk.has_folders:
+        if self.disk.has_folders:
+            from mt_ckpt.stored.commit import FolderStep
+
+            self.place = FolderStep(self.disk, self.root, self.step)
+        else:
             from mt_ckpt.publication import StoredStep
 
-            self.stored = StoredStep(self.disk, self.root, self.step, check=self.check)
-            return self.stored.path
-        self.temp = hidden_name(self.root, step_name(self.step), "tmp")
-        return self.temp
+            self.place = StoredStep(self.disk, self.root, self.step, check=self.check)
+        return self.place.path
 
     def check_free(self) -> int | None:
         """Refuse to replace a final step, and return the step that `latest` names, if any."""
@@ -319,54 +313,14 @@ class Save:
                 self.files[path] = FileRecord(size=size, digest=digest, sums=sums)
                 for name, offset in (offsets[0] if offsets else {}).items():
                     self.arrays[name] = replace(self.arrays[name], offset=offset)
+        assert self.place is not None, "prepare has chosen it"  # noqa: S101 - for the type checker
         manifest = Manifest(
             step=self.step,
             metadata=self.metadata,
             arrays=self.arrays,
             files=self.files,
-            folder="" if self.stored is None else self.stored.folder,
+            folder=self.place.folder,
         )
-        if self.stored is None:
-            named = self.publish(manifest)
-        else:
-            named = self.stored.publish(manifest, check_free=self.check_free, event=self.event)
+        named = self.place.publish(manifest, check_free=self.check_free, event=self.event)
         if isinstance(self.keep, Keep):
             retain(self.disk, self.root, self.keep, self.step, after=named)
-
-    def publish(self, manifest: Manifest) -> int | None:
-        """Write the manifest, rename, move `latest`, and return the step that it named before."""
-        temp, final = self.temp, self.root / step_name(self.step)
-        assert temp is not None, "prepare has made it"  # noqa: S101 - for the type checker
-        # The manifest comes last: a directory without it is no checkpoint.
-        create_file(self.disk, temp / MANIFEST, manifest.encode())
-        sync_all(self.disk, (temp / MANIFEST, temp))
-        self.event("save.manifest")
-        named = self.check_free()  # again, for file systems without locks
-        # Renaming over a directory isn't atomic, so an existing step moves aside first.
-        if self.step in committed_steps(self.root):
-            with claim(final, superseded=0.0, wait=_READERS_SECONDS):
-                self.old = set_aside(self.disk, final)
-        self.event("save.before_rename")
-        with disk_errors("rename", temp):
-            self.disk.rename(temp, final)
-        sync(self.disk, self.root)
-        self.event("save.after_rename")
-        move_latest(self.disk, self.root, self.step)
-        self.event("save.after_latest")
-        if self.old is not None:
-            self.disk.remove_tree(self.old)
-        return named
-
-    def discard(self) -> None:
-        """Remove the temporary directory after a failure, and restore a replaced checkpoint."""
-        if self.stored is not None:
-            self.stored.discard()
-        if self.temp is not None:
-            self.disk.remove_tree(self.temp)
-        if self.old is not None:
-            final = self.root / step_name(self.step)
-            if self.disk.exists(final):  # the new checkpoint is complete; a later step failed
-                self.disk.remove_tree(self.old)
-            else:
-                with contextlib.suppress(OSError):
-                    self.disk.rename(self.old, final)

@@ -9,8 +9,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from mt_files import FileError, MissingFileError, parse_json
 
@@ -48,7 +47,7 @@ class Lease:
         self._turn = threading.Lock()
         self._thread = threading.Thread(target=self._keep, name="mt-ckpt-lease", daemon=True)
 
-    def __enter__(self) -> Self:
+    def take(self) -> None:
         """Take the lease.
 
         Whether a holder on another machine still lives shows when it renews its lease: then this
@@ -65,14 +64,8 @@ class Lease:
                     raise CheckpointError(_in_use(self._path, holder), file=str(self._path))
                 time.sleep(_POLL_SECONDS)
         self._thread.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def give_back(self) -> None:
         """Give the lease back."""
         self._end.set()
         self._thread.join()

@@ -1,1 +1,1 @@
-"""Stored objects of a step directory, chunks and packs: how they are made and read."""
+"""Stored objects of a step directory, chunks and packs: how they are made, committed and read."""
