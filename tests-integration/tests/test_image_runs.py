@@ -363,6 +363,27 @@ def test_a_tar_in_an_object_store_is_read_by_range_with_the_losses_of_a_file(
     assert losses(tmp_path / "run") == losses(one_rank)
 
 
+def test_held_out_rows_are_evaluated_by_a_mixture_that_takes_images(
+    started, folder, tmp_path, metrics_of
+) -> None:
+    """The last batch is filled up with rows of nothing, which no expert may see."""
+    given, model = yaml.safe_load(started.config.read_text()), folder / "model"
+    images = open_pretrained(model).config.to_dict()["images"]
+    experts = {"num_experts": 4, "top_k": 2, "ffn_size": 16, "aux_loss": 0.01}
+    given["model"] = {"hidden_size": 32, "num_layers": 1, "num_heads": 4, "moe": experts}
+    given["model"]["images"] = images
+    given["data"]["tokenizer"] = str(model / "tokenizer.json")
+    given["data"]["preprocessor"] = str(model / "preprocessor_config.json")
+    given["training"]["steps"] = 1
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
+    runner, found = dataclasses.replace(started, config=tmp_path / "run.yaml"), []
+    for size in (1, 3, 5):
+        own = f"evaluation.micro_batch_size={size}"
+        run = runner.train(tmp_path / str(size), own)
+        found += [row["val_loss"] for row in metrics_of(run) if "val_loss" in row]
+    assert found == pytest.approx([found[0]] * 3, rel=1e-9)
+
+
 def test_parts_are_frozen_and_have_learning_rates_of_their_own(
     started, folder, tmp_path, metrics_of
 ) -> None:

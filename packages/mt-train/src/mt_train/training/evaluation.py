@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 
@@ -119,6 +119,7 @@ def _sums(trainer: Trainer, held_out: HeldOut, all_rows: InOrder) -> dict[str, f
         rows=trainer.sampler.rows,
     )
     names = _names(trainer)
+    joined = {field.name for field in trainer.sampler.fields if field.joined}
     sums = [0.0] * len(names)
     trainer.train(training=False)
     try:
@@ -127,7 +128,7 @@ def _sums(trainer: Trainer, held_out: HeldOut, all_rows: InOrder) -> dict[str, f
             if trainer.stop_requested():
                 return None
             if len(trainer.objective.weights) > 1:
-                chunk = [_without_filling(batch) for batch in chunk]
+                chunk = [_without_filling(batch, joined) for batch in chunk]
             on_device = to_device(on_host(chunk, state.device), state.device)
             outputs = trainer.executor.evaluate(on_device)
             inner = trainer.executor.inner_losses.items()
@@ -147,12 +148,13 @@ def _rows(batch: MicroBatch) -> NDArray[np.bool_]:
     return batch["sample_ids"] >= 0
 
 
-def _without_filling(batch: MicroBatch) -> MicroBatch:
+def _without_filling(batch: MicroBatch, joined: Set[str]) -> MicroBatch:
     """Leave out the rows that fill a batch up: losses of layers are of all tokens.
 
-    One of nothing else stays, as ranks may run layers together; its losses do not count.
+    One of nothing else stays, as ranks may run layers together; its losses do not count. Of arrays
+    in `joined`, such as images, these rows have nothing.
     """
     rows = _rows(batch)
     if rows.all() or not rows.any():
         return batch
-    return {name: array[rows] for name, array in batch.items()}
+    return {name: x if name in joined else x[rows] for name, x in batch.items()}
