@@ -429,7 +429,7 @@ class _Session:
         self._last_save = time.monotonic()
 
     def _copy(self, reporter: Reporter) -> None:
-        """Copy the state into the memory of nodes after the steps that are to be copied."""
+        """Copy the state into the memory of nodes, if this step is one of `copy_every`."""
         every = self.config.checkpoint.copy_every
         if self._copies is not None and _is_due(every, self.trainer.progress.step):
             reporter.sync()  # as for a save
