@@ -202,6 +202,18 @@ def test_a_model_that_attends_to_neighbours_trains_alike_on_every_layout(
     assert evaluated(metrics_of, runs[1]) == pytest.approx(found, rel=1e-9)
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize(("nproc", "tp"), [(2, 1), (4, 2)])
+def test_a_mixture_of_experts_that_attends_to_neighbours_trains_alike(
+    tiny, options, tmp_path, losses, nproc, tp
+) -> None:
+    given = (*options, RETRO, "model.moe={num_experts: 4, top_k: 2, ffn_size: 16}")
+    own = [f"parallel.tp={tp}", "parallel.ep=2", "training.micro_batch_size=2"]
+    one = losses(tiny.train(tmp_path / "one", *given))
+    run = losses(tiny.train(tmp_path / "own", *given, *own, nproc=nproc))
+    np.testing.assert_allclose(list(run.values()), list(one.values()), rtol=1e-9)
+
+
 def begin_and_go_on(tiny, options, out: Path, nproc: int, first, then) -> Path:
     tiny.train(out, *options, RETRO, *first, "training.steps=3", nproc=nproc)
     return tiny.train(out, *options, RETRO, *then, nproc=nproc)
