@@ -36,10 +36,10 @@ class MemoryCopies:
     """Copies of the newest state of a run, in the memory of the nodes that train it.
 
     Each rank keeps what it would write to a checkpoint as a piece in the memory of its node, and
-    another rank keeps it on the next node. That takes a fraction of the time of a save, so a run
-    can do it every few steps. When a launcher starts all ranks again after a node was lost, the
-    memory of the other nodes is as it was, and `restore` makes a checkpoint of the pieces there,
-    which any layout loads. With all ranks on one node the copies outlive the
+    another rank keeps it on the next node. The shared disk gets nothing: the step waits while two
+    pieces are written to memory and one is sent. When a launcher starts all ranks again after a
+    node was lost, the memory of the other nodes is as it was, and `restore` makes a checkpoint of
+    the pieces there, which any layout loads. With all ranks on one node the copies outlive the
     ranks, and not the node.
 
     Every rank makes the object, calls `restore` before it looks for a checkpoint, then `save`, and
@@ -47,7 +47,8 @@ class MemoryCopies:
 
     Args:
         folder: Folder in the memory of this rank's node, such as `/dev/shm`. It gets twice what the
-            ranks of a node write, and during a copy four times.
+            ranks of a node write, and during a copy four times. Each rank also has the piece that
+            it received in its own memory meanwhile.
         root: Folder of the run's checkpoints; see `save_checkpoint`.
         group: The ranks that save; needs a CPU backend (gloo). None: this process saves alone.
         on_event: Called with the points reached by `save`: `copy.begin`, `copy.piece` (after each

@@ -83,7 +83,7 @@ def prepare_on_all_ranks(
         made.append(basis)
         return 0 if basis.start.saved is None else basis.start.saved.step
 
-    _agreed(state, lambda: _take_folder(loaded, out, stack) or 0, if_=first)
+    _agreed(state, lambda: _take_folder(loaded, out, stack), if_=first)
     copies = memory_copies(state, loaded.config, out)
     if copies is not None:
         copies.restore()
@@ -95,7 +95,7 @@ def prepare_on_all_ranks(
     return _checked(loaded, prepare_corpus(loaded, out, tokenizer=start.tokenizer), start, out)
 
 
-def _agreed(state: ParallelState, action: Callable[[], int], *, if_: bool) -> int:
+def _agreed(state: ParallelState, action: Callable[[], int | None], *, if_: bool) -> int:
     """Do something on the ranks that are to, and return the sum of what it returns, on all ranks.
 
     Raises:
@@ -103,7 +103,7 @@ def _agreed(state: ParallelState, action: Callable[[], int], *, if_: bool) -> in
     """
     error, number = None, 0
     try:
-        number = action() if if_ else 0
+        number = (action() or 0) if if_ else 0
     except Exception as caught:  # noqa: BLE001 - raised once the others were told
         error = caught
     is_config = isinstance(error, ConfigError)
