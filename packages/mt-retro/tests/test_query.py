@@ -247,6 +247,17 @@ class Reversed:
         return NGramEmbedding()(chunks)[:, ::-1]
 
 
+def test_what_a_killed_process_was_joining_goes_when_another_joins(corpora, tmp_path):
+    chunks = Chunks(corpora.write(tmp_path / "a", corpora.drawn(np.random.default_rng(0), 200)))
+    left = tmp_path / "e" / f".vectors.npy.tmp-{'0' * 32}"
+    part = Part(number=1, count=2)
+    for share in (part, None):  # a part alone joins nothing; after all of them, all is complete
+        embed_chunks(chunks, tmp_path / "e", NGramEmbedding(), part=share)
+        left.touch()
+    embed_chunks(chunks, tmp_path / "e", NGramEmbedding())
+    assert {path.name for path in (tmp_path / "e").iterdir()} == {"vectors.npy", "record.json"}
+
+
 def test_embeddings_come_as_folders(corpora, tmp_path):
     draw = np.random.default_rng(14)
     for name in "ab":

@@ -88,6 +88,7 @@ class Work:
             DataError: The folder holds something else.
         """
         if self._is_complete():
+            remove_temporaries(self.folder)
             return True
         (self.folder / _BLOCKS).mkdir(parents=True, exist_ok=True)
         for folder in (self.folder, self.folder / _BLOCKS):
@@ -211,6 +212,7 @@ def check_empty(folder: Path, known: Collection[str] = ()) -> None:
 def tidy(folder: Path) -> None:
     """Remove what a complete folder no longer needs."""
     shutil.rmtree(folder / _BLOCKS, ignore_errors=True)
+    remove_temporaries(folder)  # of a process that was killed as it joined, too
     (folder / PLAN).unlink(missing_ok=True)  # last, since it tells that there is something left
 
 
