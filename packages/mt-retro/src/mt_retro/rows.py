@@ -34,7 +34,8 @@ def retro_fields() -> tuple[RowField, ...]:
     )
 
 
-_TEXT, _NEIGHBOURS = text_fields(packed=True), ("neighbours", "neighbour_lengths")
+_TEXT = tuple(field.name for field in text_fields(packed=True))
+_NEIGHBOURS = ("neighbours", "neighbour_lengths")
 
 
 class RetroDataset(RowDataset):
@@ -111,6 +112,7 @@ class RetroDataset(RowDataset):
             )
         self._num_labels = int(labels.sum())
         self._places = np.arange(sequence_length)
+        self._blank = np.stack([self.empty()[name] for name in _TEXT])
         self._sizes = sizes
         how = {"window": self.window, "seed": operator.index(seed), "name": "parts"}
         self._order = PackedOrder(-(-sizes // chunk), sequence_length // chunk, **how)
@@ -179,9 +181,7 @@ class RetroDataset(RowDataset):
         """Return row `index` in the endless stream of epochs."""
         chunks, size = self.neighbours.chunks, self.neighbours.chunks.size
         at, texts, numbers = 0, [], []
-        row = {
-            field.name: np.full(self.sequence_length, field.fill, field.dtype) for field in _TEXT
-        }
+        row = dict(zip(_TEXT, self._blank.copy(), strict=True))
         for number, (document, start, length) in enumerate(self.parts(index)):
             count = -(-length // size)
             text = chunks.read(document, start, length + 1)

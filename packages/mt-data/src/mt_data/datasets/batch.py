@@ -92,18 +92,19 @@ class GatheredRow(Mapping[str, NDArray]):
         self, dataset: Gathering, arrays: dict[str, NDArray], later: Sequence[str], content: Any
     ) -> None:
         self.dataset, self.content = dataset, content
-        self._arrays, self._names = arrays, (*arrays, *later)
+        self._arrays, self._names, self._lacking = arrays, (*arrays, *later), set(later)
 
     def keep(self, **arrays: NDArray) -> None:
         """Take arrays that were made."""
         self._arrays.update(arrays)
+        self._lacking.difference_update(arrays)
 
     def lacks(self, names: Collection[str]) -> bool:
         """Tell whether one of some arrays is not made yet."""
-        return any(name in names for name in self._names if name not in self._arrays)
+        return not self._lacking.isdisjoint(names)
 
     def __getitem__(self, name: str) -> NDArray:
-        if self.lacks((name,)):
+        if name in self._lacking:
             self.dataset.gather([self])
         return self._arrays[name]
 
@@ -211,7 +212,7 @@ class Rows:
         fields, sizes = samples.fields, samples.sizes
         names = {field.name for field in fields}
         for row, number in zip(rows, ids, strict=True):
-            if row.keys() != names:
+            if set(row) != names:
                 raise DataError(
                     f"row {number} of {type(samples).__name__} has {sorted(row)}, and its fields "
                     f"are {sorted(names)}; make both the same"
