@@ -442,7 +442,8 @@ class Stack(nn.Module, ABC, Generic[Config]):
     def give_tables_gradients(self, x: Tensor, shared: ForwardContext) -> Tensor:
         """Give the stage's input a gradient, and tables that none of its layers reads."""
         if self.training and torch.is_grad_enabled():
-            if not x.requires_grad:  # frozen embeddings; recomputation and schedules ask for one
+            # Frozen embeddings: recomputation and schedules ask for a gradient, graphs do not.
+            if not (x.requires_grad or torch.compiler.is_compiling()):
                 x = x.detach().requires_grad_()
             used = {mixer.shared_table for mixer in self._mixers().values()}
             names = {table[0] for table in used if table is not None}
