@@ -46,7 +46,7 @@ def photograph(draw: np.random.Generator) -> bytes:
 
 
 def write_tar(path: Path, count: int) -> list[bytes]:
-    """Write samples of an image, of 50 different ones, and a text; return the 50."""
+    """Write samples of an image and a text, with 50 different images; return the images."""
     draw = np.random.default_rng(0)
     images = [photograph(draw) for _ in range(50)]
     with tarfile.open(path, "w") as tar:
@@ -88,7 +88,7 @@ def at_random(path: Path, order: np.ndarray) -> int:
 
 
 def by_hand(content: bytes) -> np.ndarray:
-    """Pixel values as CLIP's, in the usual lines of pillow and numpy."""
+    """Pixel values like CLIP's, by the usual lines of pillow and numpy."""
     image = Image.open(io.BytesIO(content)).convert("RGB")
     short = SIDE / min(image.size)
     size = [round(side * short) for side in image.size]
@@ -101,7 +101,7 @@ def by_hand(content: bytes) -> np.ndarray:
 
 
 def measured(tar: Path, images: list[bytes], samples: int, rounds: int) -> dict[str, list]:
-    """Return the seconds of each way in each round."""
+    """Return the seconds of each method in each round."""
     size = {"height": SIDE, "width": SIDE}
     clip = ImagePreprocessing(
         size={"shortest_edge": SIDE},

@@ -42,7 +42,7 @@ def template(tokenizer):
 
 @pytest.fixture(scope="session")
 def form():
-    """How images stand in the rows of the tests."""
+    """The form of images in the rows of the tests."""
     preprocessing = ImagePreprocessing(size={"height": 6, "width": 8})
     return ImageForm(preprocessing=preprocessing, token_id=IMAGE, num_tokens=PER_IMAGE)
 

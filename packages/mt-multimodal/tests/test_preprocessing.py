@@ -1,4 +1,4 @@
-"""Images of every kind become the pixel values that the arithmetic of their preprocessor gives."""
+"""Pixel values of every kind of image agree with plain arithmetic of the preprocessor."""
 
 import io
 import json
@@ -101,7 +101,7 @@ def chunk(kind, content):
 
 
 def claiming(entries):
-    """A table of EXIF of 64 KB, of which each entry claims most."""
+    """An EXIF table of 64 KB, in which each entry claims most of the table."""
     found = b"Exif\0\0II*\0" + struct.pack("<IH", 8, entries)
     for tag in range(1, entries + 1):
         found += struct.pack("<HHII", tag, 7, 64_000 - 12 * entries, 12 * entries + 12)
@@ -109,7 +109,7 @@ def claiming(entries):
 
 
 def test_metadata_never_reaches_a_decoder(made):
-    """Of a whole image: tables that claim gigabytes, and hundreds of thousands of comments."""
+    """Tables that claim gigabytes, and thousands of comments, are removed from whole images."""
     image, exif = made.picture(1, size=(9, 9)), claiming(4000)
     png, jpeg = saved(image, "PNG"), saved(image, "JPEG")
     gif = saved(image.convert("P"), "GIF")

@@ -36,7 +36,7 @@ def tar(tmp_path, made):
 
 
 def expected(tokenizer, images, question, answer):
-    """Tokens of a conversation and what is learnt of it, by hand."""
+    """Tokens and label weights of a conversation, by hand."""
     text = [tokenizer.special_tokens[name] for name in ("<|user|>", "<|end|>", "<|assistant|>")]
     user, end, assistant = text
     asked = [user, *[IMAGE] * PER_IMAGE * images, *tokenizer.encode(question), end, assistant]

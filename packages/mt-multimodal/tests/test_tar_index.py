@@ -1,4 +1,4 @@
-"""Members of tars: their places, hostile ones refused, damage found, an index that is kept."""
+"""Tar members: places, refusal of hostile ones, detection of damage, and a stored index."""
 
 import os
 import resource

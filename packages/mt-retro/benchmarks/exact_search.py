@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python exact_search.py [--rounds 5] [--out exact_search.json]
 
-Prints CPU-seconds of a search and their ratios, round by round; above 1 mt-retro is faster.
+Prints CPU-seconds of a search and their ratios, round by round; mt-retro is faster if above 1.
 """
 
 import argparse

@@ -25,7 +25,7 @@ DOCUMENTS, VOCABULARY, BATCH, STEPS = 2000, 50_000, 4, 300
 
 
 def made(folder: Path, length: int) -> dict[str, BatchSampler]:
-    """Write documents of drawn tokens and lengths, and return what draws rows of them."""
+    """Write documents of random tokens and lengths, and return samplers of their rows."""
     draw = np.random.default_rng(0)
     for name in ("library", "train"):
         with IndexedWriter(folder / name, np.uint16) as writer:

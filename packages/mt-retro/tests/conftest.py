@@ -1,4 +1,4 @@
-"""Corpora that are drawn, and what a search of them must find."""
+"""Random corpora, and the expected neighbours of their chunks."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def write(prefix, documents):
 
 
 def chunks_of(documents, size=64):
-    """Every chunk of documents as (document, its place there, tokens), by plain slices."""
+    """Every chunk of documents as (document, place in the document, tokens), by plain slices."""
     return [
         (number, place // size, document[place : place + size])
         for number, document in enumerate(documents)
@@ -42,7 +42,7 @@ def vectors_of(chunks, size=64):
 
 
 def oracle(queries, keys, k, allowed=lambda query, key: True):
-    """Compare each query with each key, sort by distance and number, and leave out what must be."""
+    """Compare each query with each key, and sort the allowed keys by distance and number."""
     found = np.full((len(queries), k), -1)
     for row, query in enumerate(queries):
         distances = ((query - keys) ** 2).sum(axis=1)

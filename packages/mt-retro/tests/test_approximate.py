@@ -1,4 +1,4 @@
-"""Indexes of faiss: what is exact stays exact, the rest is near it, small corpora are told so."""
+"""faiss indexes: flat ones are exact, others nearly so, and too small corpora are refused."""
 
 import sys
 
@@ -11,7 +11,7 @@ from mt_retro.approximate import choose_index
 
 
 class Given:
-    """Vectors that are drawn, as an embedding of chunks that hold their numbers."""
+    """An embedding of given vectors, for chunks that hold the numbers of their vectors."""
 
     name = "given"
 

@@ -1,4 +1,4 @@
-"""Which tokens a chunk has, and which follow it, is arithmetic over the index."""
+"""Chunks: their tokens and the tokens after them follow from the index by arithmetic."""
 
 import numpy as np
 import pytest

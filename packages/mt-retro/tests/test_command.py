@@ -1,4 +1,4 @@
-"""The command as it is typed, and retrieval for chunks that are in no dataset."""
+"""The command line of `mt-retro`, and retrieval for chunks outside any dataset."""
 
 import json
 import shlex

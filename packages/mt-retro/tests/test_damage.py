@@ -1,4 +1,4 @@
-"""Files that are damaged, forged or of somebody else: a message that names them, nothing wrong."""
+"""Damaged, forged and foreign files: a message names the file, and no result is wrong."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Exact search finds what comparing everything in fp64 finds, at equal distances too."""
+"""Exact search agrees with a comparison of all pairs in fp64, also at equal distances."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Commands that are killed while they make parts, and go on: the neighbours of brute force."""
+"""Killed commands go on with their parts, and find the same neighbours as brute force."""
 
 import shutil
 import signal
@@ -20,7 +20,7 @@ LATE = 8  # moments at the end of a command, when one process joins the blocks
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """Let new processes look at this file for the moment at which they kill their command."""
+    """The file in which new processes look up the moment to kill their command."""
     path = tmp_path_factory.mktemp("plan") / "plan"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent / "kill_hook"))
@@ -30,7 +30,7 @@ def plan(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(plan):
-    """Start Ray on this machine, for commands that come and go; its address."""
+    """Start Ray on this machine, for short commands, and return its address."""
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=2, log_to_driver=False, include_dashboard=False)
     yield ray.get_runtime_context().gcs_address
@@ -74,7 +74,7 @@ def on_ray():
 
 
 def left_in(folder):
-    """Name what a killed command left."""
+    """Name the kinds of files that a killed command left."""
     records = folder.glob("**/record.json")
     found = {
         "finished blocks": any(folder.glob("**/blocks/0*")),
@@ -101,10 +101,10 @@ def content(folder):
 def test_kills_change_no_neighbour(
     corpora, tmp_path, plan, command, record_property, monkeypatch, request, parts, on, kills
 ):
-    """Each comes when some process creates, renames or removes a file, or somewhat later.
+    """Each kill comes when some process creates, renames or removes a file, or somewhat later.
 
-    A command that was killed is given again, and may be killed again. When all is there, it has
-    every byte of one process that was never killed, and the neighbours are those of brute force.
+    A killed command is given again, and may be killed again. The complete folder has the same bytes
+    as that of a single process without kills, and the neighbours of brute force.
     """
     if on == "ray":
         monkeypatch.setenv("RAY_ADDRESS", request.getfixturevalue("cluster"))

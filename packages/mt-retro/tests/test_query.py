@@ -1,4 +1,4 @@
-"""Stored neighbours are those that comparing all chunks finds, however they were made."""
+"""Stored neighbours agree with a comparison of all chunks, however they were made."""
 
 import os
 
@@ -25,7 +25,7 @@ def all_ids(neighbours):
 
 
 def in_parts(make, count):
-    """Call for each part, the last first; only the last call completes it."""
+    """Call `make` for each part, from the last to the first; only the last call completes it."""
     for number in range(count, 1, -1):
         assert make(part=Part(number=number, count=count)) is None
     return make(part=Part(number=1, count=count))
@@ -124,7 +124,7 @@ def test_damaged_block_is_made_anew(small, tmp_path):
 
 
 def test_none_is_of_the_own_document_nor_reaches_into_it(corpora, tmp_path):
-    """A document's own chunks are nearest, and the chunk before it goes on into it in the file."""
+    """A document's own chunks are nearest; in the file, the chunk before continues into it."""
     draw = np.random.default_rng(8)
     text = draw.integers(0, 50, 64 * 6).tolist()
     documents = [text[:64], text[64:192], text[192:], draw.integers(0, 50, 64).tolist()]
@@ -239,7 +239,7 @@ def test_tokens_of_another_tool_have_a_digest_too(corpora, tmp_path):
 
 
 class Reversed:
-    """An embedding of somebody else."""
+    """An embedding from another package."""
 
     name, dim = "reversed", 256
 

@@ -1,4 +1,4 @@
-"""Rows are what plain slices of the documents and of the database give."""
+"""Rows agree with plain slices of the documents and of the database."""
 
 from itertools import pairwise
 
@@ -27,7 +27,7 @@ LENGTH, CHUNK = 256, 64
 
 
 class Made:
-    """A dataset of which the database has half, its neighbours, and the same by brute force."""
+    """A dataset, a database with half of it, the neighbours, and the neighbours by brute force."""
 
     def __init__(self, corpora, folder, draw, chunks, k):
         self.documents = corpora.drawn(draw, chunks, 12)
@@ -82,7 +82,7 @@ def test_rows_equal_brute_force(corpora, tmp_path, chunks, k):
         assert row.keys() == expected.keys() == {field.name for field in rows.fields}
         assert all((row[name] == expected[name]).all() for name in row)
         places += LENGTH
-    # An epoch has every token behind the first of its document as a label once.
+    # An epoch has every token after the first of its document as a label once.
     lengths = enumerate(map(len, made.documents))
     assert sorted(labelled) == [(d, i) for d, length in lengths for i in range(1, length)]
     assert rows.filling == pytest.approx(len(labelled) / places)
@@ -153,7 +153,7 @@ def test_a_step_of_a_sampler_has_them(made):
 
 
 def test_labels_by_the_overlap_of_what_they_are_predicted_from(made):
-    """Ranges of shares part the labels that have a neighbour; a slow count says which is where."""
+    """Ranges of shares divide the labels with a neighbour, as a slow count of overlaps does."""
     edges = [0.0, 0.1, 0.5, 1.0]
     how = {"sequence_length": LENGTH, "seed": 3}
     whole = RetroDataset(made.near, **how)

@@ -1,7 +1,8 @@
-"""Files of images without what a decoder need not see: metadata, and parts that take long.
+"""Removal of metadata from image files, and refusal of parts that take a decoder too long.
 
-Pillow reads metadata in loops of Python, and copies of a table of EXIF what each entry claims, so a
-small file can take most of a minute. It gets pixels alone; the orientation is read here.
+Pillow reads metadata in Python loops, and copies as many bytes of an EXIF table as each entry
+claims, so a small file can take most of a minute. Pillow gets the pixels alone; the orientation is
+read here.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _EXIF = b"Exif\0\0"
 
 
 def without_metadata(content: bytes, where: str, most_pixels: int) -> tuple[bytes, int]:
-    """Return the file of an image with what its pixels need, and its orientation, 1 to 8.
+    """Return an image file with only the parts that its pixels need, and the orientation, 1 to 8.
 
     Args:
-        content: The file; of an unknown format it is returned as it is.
-        where: Its place, for messages.
-        most_pixels: Largest number of pixels of a canvas that WEBP makes when it is opened.
+        content: The file; a file of an unknown format is returned unchanged.
+        where: Place of the file, for messages.
+        most_pixels: Largest number of pixels of the canvas that a decoder makes when it opens WEBP.
 
     Raises:
-        DataFileError: It is damaged, or has parts that would take a decoder too long.
+        DataFileError: The file is damaged, or has parts that would take a decoder too long.
     """
     reader = next((read for start, read in _READERS.items() if content.startswith(start)), None)
     if reader is None:
@@ -49,7 +50,7 @@ def without_metadata(content: bytes, where: str, most_pixels: int) -> tuple[byte
 
 
 def exif_orientation(exif: bytes) -> int:
-    """Return the orientation that a table of EXIF tells, 1 where it tells none."""
+    """Return the orientation in an EXIF table; 1 if it has none."""
     exif = exif.removeprefix(_EXIF)
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     try:
@@ -62,12 +63,12 @@ def exif_orientation(exif: bytes) -> int:
             if tag == _ORIENTATION:
                 return value if 1 <= value <= _MOST_TURN else 1
     except struct.error:
-        pass  # a damaged table says nothing, as in other readers
+        pass  # a damaged table has no orientation, as in other readers
     return 1
 
 
 def xmp_orientation(xmp: bytes) -> int:
-    """Return the orientation that a text of XMP tells, 1 where it tells none."""
+    """Return the orientation in an XMP text; 1 if it has none."""
     found = _XMP.search(xmp)
     return 1 if found is None else int(found[1])
 
@@ -113,7 +114,7 @@ def _png(content: bytes, _: int) -> tuple[bytes, int]:
             exif = exif_orientation(content[at + 8 : end - 4])
         elif kind == b"iTXt" and content.startswith(_XMP_PNG, at + 8):
             xmp = xmp_orientation(content[at + 8 : end - 4])
-        if not kind[0] & 0x20:  # chunks without which there are no pixels
+        if not kind[0] & 0x20:  # critical chunks, which the pixels need
             kept.append(content[at:end])
         at = end
         if kind == b"IEND":
@@ -126,7 +127,7 @@ def _png(content: bytes, _: int) -> tuple[bytes, int]:
 def _gif(content: bytes, _: int) -> tuple[bytes, int]:
     at = 13 + (6 << (content[10] & 7) if content[10] & 0x80 else 0)
     kept, parts = [content[:at]], 0
-    while content[at] != 0x2C:  # the first image; what follows its pixels is never read
+    while content[at] != 0x2C:  # the first image; later images are never read
         begin, at = at, at + 2
         if content[begin] != 0x21:
             raise ValueError("has something else than blocks before its first image")
@@ -147,7 +148,7 @@ def _webp(content: bytes, most_pixels: int) -> tuple[bytes, int]:
         if width * height > most_pixels:
             text = f"has {width} x {height} pixels; at most {most_pixels} are decoded"
             raise ValueError(text)
-    return content, 1  # pillow has its metadata from a library of C, and leaves it unread
+    return content, 1  # pillow gets WEBP's metadata from a C library, and does not parse it
 
 
 def _bmp(content: bytes, _: int) -> tuple[bytes, int]:

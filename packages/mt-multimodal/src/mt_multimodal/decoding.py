@@ -18,7 +18,7 @@ _REASON = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """What an image may have, checked before memory is taken.
+    """Limits of an image's size, checked before memory is taken.
 
     Only the first frame of an animation is decoded.
 
@@ -37,18 +37,18 @@ class ImageLimits:
 
 
 def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) -> Any:
-    """Return an image of pillow in RGB, turned as its EXIF or XMP says.
+    """Return a pillow image in RGB, turned upright according to its EXIF or XMP.
 
-    Alpha is left out, palettes are looked up, and 16 bits of grey become 8. Metadata is taken off
+    Alpha is left out, palettes are looked up, and 16 bits of grey become 8. Metadata is removed
     before pillow sees the file.
 
     Args:
         content: The file: PNG, JPEG, WEBP, BMP or GIF.
-        where: Its place, for messages.
-        limits: Limits of its size.
+        where: Place of the file, for messages.
+        limits: Limits of the image's size.
 
     Raises:
-        DataFileError: It is no image, is cut, or goes beyond a limit.
+        DataFileError: The file is no image, is cut short, or goes beyond a limit.
         MissingExtraError: pillow is not installed.
     """
     library = require("PIL.Image", "decoding an image")
@@ -78,12 +78,12 @@ def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) 
 
 
 def to_rgb(image: Any) -> Any:
-    """Return an image of pillow in RGB, turned as its EXIF says."""
+    """Return a pillow image in RGB, turned upright according to its EXIF."""
     return _in_rgb(require("PIL.ImageOps", "decoding an image").exif_transpose(image))
 
 
 def _turn(step: Any) -> tuple[Any, ...]:
-    """Return what undoes each orientation from 2 on."""
+    """Return the transpositions that undo the orientations from 2 on."""
     return (
         step.FLIP_LEFT_RIGHT,
         step.ROTATE_180,
@@ -99,6 +99,6 @@ def _in_rgb(image: Any) -> Any:
     if image.mode.startswith("I"):
         library = require("PIL.Image", "decoding an image")
         values = np.asarray(image)
-        # 16 bits; pillow would cut off what lies above 255.
+        # 16 bits; pillow would clip values above 255.
         image = library.fromarray(np.minimum(values >> 8, 255).astype(np.uint8))
     return image if image.mode == "RGB" else image.convert("RGB")

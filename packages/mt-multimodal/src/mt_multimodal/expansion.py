@@ -1,4 +1,4 @@
-"""Image tokens: as many as an image has features, never a label, never cut."""
+"""Image tokens: one for each feature of an image, without labels, never cut."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from mt_tokenizer import Rendered
 
 
 def expanded(found: Rendered, image_token: int, count: int) -> Rendered:
-    """Return a conversation in which each image token stands `count` times, without a loss.
+    """Return a conversation that repeats each image token `count` times, without a loss.
 
     Args:
         found: The conversation with one image token for each image.
-        image_token: Id of the token.
+        image_token: Id of the image token.
         count: Number of tokens of an image.
     """
     ids: list[int] = []
@@ -25,14 +25,14 @@ def expanded(found: Rendered, image_token: int, count: int) -> Rendered:
 def fitted(found: Rendered, image_token: int, count: int, size: int | None) -> Rendered:
     """Return a conversation cut to a row, with whole images, and without images at its end.
 
-    The last token of a conversation is no input, so an image at the end would lose one of its
-    tokens. No label follows such an image either.
+    The last token of a conversation is no input, so an image at the end would lose one token. No
+    label follows such an image either.
 
     Args:
-        found: The conversation, expanded.
-        image_token: Id of the token of images.
+        found: The expanded conversation.
+        image_token: Id of the image token.
         count: Number of tokens of an image.
-        size: Number of tokens in a row; None cuts nothing but images at the end.
+        size: Number of tokens in a row; with None only images at the end are removed.
     """
     end = len(found.ids)
     if size is not None:

@@ -1,4 +1,4 @@
-"""Conversations with images, in the form that chat templates of such models read."""
+"""Conversations with images, in the form that the chat templates of multimodal models read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _REFERENCES = ("image", "path", "url", "image_url")
 
 
 def image_parts(text: str) -> str | list[dict[str, str]]:
-    r"""Return a text in which each `<image>` is a part of its own; without one, the text.
+    r"""Split a text into parts at each `<image>`; return a text without `<image>` as it is.
 
-    The line feed that LLaVA's files put beside it is left out, as a template writes what it needs.
+    The line feed beside `<image>` in LLaVA's files is left out, since a template writes its own.
 
     Example:
         >>> image_parts("<image>\nWhat is it?")
@@ -42,19 +42,19 @@ def with_parts(
 ) -> tuple[list[dict[str, Any]], list[str | None]]:
     """Return messages as a template reads them, and the images that they name.
 
-    A text with `<image>` becomes parts, and so does every text if the template writes nothing of a
-    content that is a text. A part of the type `image` may name its image, as `image`, `path`, `url`
-    or `image_url`.
+    A text with `<image>` becomes parts, and so does every text if the template ignores contents
+    without parts. A part of the type `image` or `image_url` may name its image, as `image`, `path`,
+    `url` or `image_url`.
 
     Args:
         messages: Mappings with `role` and `content`: a text, or a list of parts.
         template: The chat template.
 
     Returns:
-        The messages, and for each image in order the path that its part names, or None.
+        The messages, and for each image in order the path in its part, or None.
 
     Raises:
-        DataError: A part is no mapping, or of another type.
+        DataError: A part is not a mapping, or has another type.
     """
     reads_texts = _reads_texts(template)
     found, images = [], []
@@ -96,7 +96,7 @@ def _reference(part: Mapping[str, Any], number: int) -> str | None:
 
 
 def _reads_texts(template: ChatTemplate) -> bool:
-    """Return whether a template writes text contents, and not only lists of parts."""
+    """Return whether a template writes contents that are texts, besides lists of parts."""
     try:
         written = template.write([{"role": "user", "content": _PROBE}])
     except ChatError:

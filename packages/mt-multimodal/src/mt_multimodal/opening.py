@@ -1,4 +1,4 @@
-"""Which class reads the samples of a file."""
+"""Choice of the class that reads the samples of a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def open_images(
     images: str | os.PathLike[str] | None = None,
     indexes: Path | None = None,
 ) -> ImageSource:
-    """Open samples by the ending of their file.
+    """Open a file of samples with the class for its ending.
 
     Args:
         path: A tar; or JSON lines, JSON, parquet or Arrow. A path or a URL.

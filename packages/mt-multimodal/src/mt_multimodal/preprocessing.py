@@ -1,4 +1,4 @@
-"""Pixel values of images, as a folder's preprocessor_config.json says."""
+"""Pixel values of images, according to the preprocessor_config.json of a folder."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _Size = int | Mapping[str, int] | None
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePreprocessing:
-    """How a model's images become pixel values; the fields are those of the file.
+    """Preprocessing of a model's images to pixel values; fields have the names of the file.
 
-    An image is made RGB, resized, cut to its middle, multiplied, and normalised, each if the file
-    says so.
+    An image is converted to RGB. Then it is resized, cropped to its middle, multiplied and
+    normalised, each if the file says so.
 
     Attributes:
-        size: Size after resizing: `height` and `width`, or `shortest_edge`, which a lone number
-            means too.
-        crop_size: Size of the middle that is kept; a lone number for height and width.
-        resample: Filter of resizing, as pillow counts them.
+        size: Size after resizing: `height` and `width`, or `shortest_edge`; a lone number is the
+            shortest edge.
+        crop_size: Size of the cropped middle: `height` and `width`; a lone number is both.
+        resample: Number of pillow's filter for resizing.
         rescale_factor: Factor of the values 0 to 255.
         image_mean: Mean of each channel, subtracted after the factor.
         image_std: Divisor of each channel.
-        do_convert_rgb: Whether other images than RGB are converted. They are in any case.
+        do_convert_rgb: Ignored: all images are converted to RGB.
         do_resize: Whether images are resized.
         do_center_crop: Whether only their middle is kept.
         do_rescale: Whether values are multiplied.
@@ -91,7 +91,7 @@ class ImagePreprocessing:
 
     @property
     def output_size(self) -> tuple[int, int] | None:
-        """Height and width of the pixel values; None where they depend on the image."""
+        """Height and width of the pixel values; None if they depend on the image."""
         size = self._cropped if self.do_center_crop else self.size if self.do_resize else None
         if not isinstance(size, Mapping) or not {"height", "width"} <= size.keys():
             return None
@@ -106,8 +106,8 @@ class ImagePreprocessing:
         """Return the pixel values of an image.
 
         Args:
-            image: A path, or an image of pillow.
-            limits: Limits of its size.
+            image: A path, or a pillow image.
+            limits: Limits of the image's size.
 
         Shape:
             Returns [3, H, W].
@@ -126,7 +126,7 @@ class ImagePreprocessing:
     def pixels_of(
         self, content: bytes, where: str, limits: ImageLimits | None = None
     ) -> NDArray[np.float32]:
-        """Return the pixel values of the image that a file's content is; see `pixels`."""
+        """Return the pixel values of an image, given the content of its file; see `pixels`."""
         limits = limits or ImageLimits()
         return self._values(self._sized(decode_image(content, where, limits), limits))
 
@@ -137,7 +137,7 @@ class ImagePreprocessing:
         return self._middle(image) if self.do_center_crop else image
 
     def _values(self, image: Any) -> NDArray[np.float32]:
-        """Look up the value of each byte, which is exact and lets other threads run."""
+        """Look up the pixel value of each byte: exact, and other threads can run meanwhile."""
         given = np.asarray(image)
         found = np.empty((_CHANNELS, *given.shape[:2]), np.float32)
         for channel, table in enumerate(self._tables):
@@ -146,7 +146,7 @@ class ImagePreprocessing:
 
     @cached_property
     def _tables(self) -> NDArray[np.float32]:
-        """The value of each byte in each channel, [3, 256]."""
+        """The pixel value of each byte in each channel, [3, 256]."""
         x = np.tile(np.arange(_VALUES, dtype=np.float64), (_CHANNELS, 1))
         if self.do_rescale:
             x = x * self.rescale_factor
@@ -185,21 +185,21 @@ class ImagePreprocessing:
 
 
 def read_image_preprocessing(path: str | os.PathLike[str]) -> ImagePreprocessing | None:
-    """Return how a model takes images; None if no file says it.
+    """Return the image preprocessing of a model; None if no file describes it.
 
     Args:
         path: A folder of Hugging Face transformers, any folder without these files, or the file.
 
     Raises:
         FileError: A file can't be read.
-        SchemaError: A field has another type, or names a step that is not known.
+        SchemaError: A field has another type, or names an unknown step.
     """
     path = Path(path)
     files = [path] if path.is_file() else [path / _FILE, path / _NEWER_FILE]
     for each in files:
         if not each.exists():
             continue
-        # A snapshot in the cache of the hub has links into its model's folder.
+        # A snapshot in the hub's cache has links into the folder of its model.
         real = each.parent.resolve()
         within = real.parents[1] if real.parent.name == "snapshots" else real
         given = read_json(each, limit=_MAX_JSON, within=within)

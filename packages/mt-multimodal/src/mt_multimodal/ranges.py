@@ -1,4 +1,4 @@
-"""Files and objects of which any range is read, by several threads at once."""
+"""Random access to ranges of bytes in files and objects, by several threads at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ENDS = 1 << 16
 
 
 class Ranges(Protocol):
-    """Bytes of which any range can be read.
+    """Bytes with random access to any range.
 
     Attributes:
         name: Name for messages.
         size: Number of bytes.
-        version: Text that another content of the same size has not.
+        version: Text that differs for another content of the same size.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Ranges(Protocol):
         """Return bytes [start, start + count).
 
         Raises:
-            DataFileError: There are fewer, or they can't be read.
+            DataFileError: There are fewer bytes, or they can't be read.
             ObjectError: The object has changed, or the store does not answer.
         """
         ...
@@ -83,7 +83,7 @@ def open_ranges(path: str | os.PathLike[str]) -> Ranges:
     """Open a local file, or an object by its URL.
 
     Raises:
-        FileError: There is no such file, or it is no regular one.
+        FileError: There is no such file, or it is not a regular file.
         ObjectError: The store does not answer.
     """
     url = object_url(path)
@@ -91,7 +91,7 @@ def open_ranges(path: str | os.PathLike[str]) -> Ranges:
 
 
 class Stream:
-    """Reads ranges in order, in blocks.
+    """A reader of ranges in order, in blocks.
 
     Args:
         ranges: The bytes.

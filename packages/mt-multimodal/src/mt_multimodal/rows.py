@@ -1,4 +1,4 @@
-"""Rows of conversations with images, of which the assistant's turns are learnt."""
+"""Rows of conversations with images, with labels on the assistant's turns."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Source: TypeAlias = str | os.PathLike[str] | ImageSource
 
 @dataclass(frozen=True, kw_only=True)
 class ImageForm:
-    """How images stand in a row: their tokens and their pixel values.
+    """The form of images in a row: their tokens and their pixel values.
 
     Attributes:
-        preprocessing: How images become pixel values, all of one size.
-        token_id: Id of the token that stands for images.
-        num_tokens: Number of tokens that stand for an image.
-        limits: Limits of an image.
-        threads: Number of threads that decode.
+        preprocessing: Preprocessing of images to pixel values, all of one size.
+        token_id: Id of the image token.
+        num_tokens: Number of image tokens for each image.
+        limits: Limits of an image's size.
+        threads: Number of threads that decode images.
     """
 
     preprocessing: ImagePreprocessing
@@ -73,8 +73,8 @@ class ImageForm:
 def image_text_fields(*, packed: bool, weighted: bool = False) -> tuple[RowField, ...]:
     """Return the arrays of a row of conversations with images.
 
-    Only the first stage of a pipeline reads pixel values. Ranks that share a row have all of its
-    images.
+    Only the first stage of a pipeline reads pixel values. Each of the ranks that share a row has
+    all images of the row.
 
     Args:
         packed: Whether a row has several conversations, which attention keeps apart.
@@ -92,26 +92,26 @@ def image_text_fields(*, packed: bool, weighted: bool = False) -> tuple[RowField
 
 
 class ImageTextDataset(RenderedRows):
-    """Rows of whole conversations with images, of which the assistant's turns are learnt.
+    """Rows of whole conversations with images, with labels on the assistant's turns.
 
-    Conversations are rendered once and kept in memory, 8 bytes a token; images are read when their
-    row is, and decoded in threads. Each image stands in a row as `tokens_per_image` tokens, none of
-    which is a label. Rows are packed by this length. A conversation may have several images, or
-    none, and it ends behind the last token that is learnt where images follow it.
+    Conversations are rendered once and kept in memory, 8 bytes a token; images are read with their
+    row, and decoded in threads. Each image is `form.num_tokens` tokens in a row, none of which is a
+    label. Rows are packed by this length. A conversation may have several images, or none. Images
+    at the end of a conversation are left out.
 
     Args:
         source: A tar (see `TarIndex`), a file of conversations (JSON lines, JSON, parquet, Arrow)
-            beside the images that it names, what `open_images` returns, or several of them.
+            beside the images that it names, a source from `open_images`, or several of them.
         template: Chat template with the tokenizer; it writes the image token for each image.
-        form: How images stand in a row.
+        form: Form of the images in a row.
         sequence_length: Number of tokens of a row.
-        packing: How conversations share rows.
-        too_long: Whether a conversation that is longer than a row is refused with its place,
-            dropped, or cut, with its images as a whole.
+        packing: Packing of conversations into rows.
+        too_long: Treatment of conversations longer than a row: an error that names the place,
+            dropping, or cutting without dividing an image.
         seed: Seed of the order.
 
     Attributes:
-        report: Numbers of conversations and tokens, and of those that were left out.
+        report: Numbers of conversations and tokens, both kept and left out.
         num_images: Number of images in the conversations.
 
     Raises:
@@ -119,7 +119,7 @@ class ImageTextDataset(RenderedRows):
 
     Shape:
         - `row(i)`: the arrays of `ChatDataset`, and `pixel_values` [images of the row, 3, H, W],
-          float32, in the order of the image tokens. They are decoded when they are looked up, the
+          float32, in the order of the image tokens. They are decoded at their first use, the
           images of a batch together.
     """
 
@@ -144,7 +144,7 @@ class ImageTextDataset(RenderedRows):
         self.form = form
         reader = ChatReader(tokenizer, template, size=sequence_length, too_long=too_long)
         self.report = reader.report
-        self._owners: list[tuple[int, ...]] = []  # images of each conversation, as their numbers
+        self._owners: list[tuple[int, ...]] = []  # numbers of each conversation's images
         self._image_source: list[int] = []
         self._image_number: list[int] = []
         super().__init__(
@@ -210,7 +210,7 @@ class ImageTextDataset(RenderedRows):
             pixels = pixels[count:]
 
     def pixel_values(self, numbers: Sequence[int]) -> NDArray[np.float32]:
-        """Return the pixel values of images by their numbers, decoded in threads.
+        """Return the pixel values of numbered images, decoded in threads, [n, 3, H, W].
 
         Raises:
             DataError: An image can't be read or decoded.

@@ -24,14 +24,14 @@ _MOST_TEXT = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSample:
-    """A conversation, and the images that it may show.
+    """A conversation with its images.
 
     Attributes:
-        where: Its place, for messages.
+        where: Place of the sample, for messages.
         messages: The messages.
         tools: JSON schemas of functions, if the record has some.
-        images: Numbers of its images in their source, in order; those that parts of the messages
-            name come in their place.
+        images: Numbers of the sample's images in their source, in order. Images that are named in
+            parts of the messages replace them.
     """
 
     where: str
@@ -76,7 +76,7 @@ class ImageSource(ABC):
         """Return the content of an image.
 
         Raises:
-            DataFileError: It can't be read, is larger than the limit, or has changed.
+            DataFileError: The image can't be read, is larger than the limit, or has changed.
         """
 
 
@@ -84,7 +84,7 @@ class TarImages(ImageSource):
     """Samples of a tar: a member `json` or `txt`, and images in the order of their members.
 
     `json` is a record like a line of a file of conversations; it may name the images of the sample
-    as `image` or `images`. `txt` is what the assistant says of the sample's images.
+    as `image` or `images`. `txt` is the assistant's text about the sample's images.
 
     Args:
         path: The tar.
@@ -129,7 +129,7 @@ class TarImages(ImageSource):
         return sample
 
     def named(self, name: str, sample: ImageSample) -> int:
-        """Return the member of a name, or the sample's own image with its last part."""
+        """Return the sample's image with the last part of a name, or the member with the name."""
         last = PurePosixPath(name).name
         own = (each for each in sample.images if PurePosixPath(self.tar.name(each)).name == last)
         found = next(own, self.tar.find(name))
@@ -157,8 +157,8 @@ class FileImages(ImageSource):
 
     Args:
         path: The file.
-        folder: Folder of the images, or its URL in an object store; by default the file's. A name
-            must not lead out of it.
+        folder: Folder of the images, or its URL in an object store; by default the file's folder.
+            A name must not lead out of it.
     """
 
     def __init__(
@@ -220,12 +220,12 @@ def sample_of(where: str, line: bytes, images: tuple[int, ...]) -> ImageSample:
     """Return the sample of a record.
 
     Args:
-        where: Its place, for messages.
+        where: Place of the record, for messages.
         line: The record as JSON.
         images: Numbers of its images.
 
     Raises:
-        DataFileError: It is no conversation.
+        DataFileError: The record is no conversation.
     """
     talk = parse_conversation(where, line)
     messages = talk.messages or [

@@ -28,12 +28,12 @@ class TableImages(FileImages):
     """Samples of a parquet file with a column `images` or `image`.
 
     A cell has bytes, a path, or both as `datasets` writes them (`bytes` and `path`), or a list of
-    these. The file is read once to its end when it is opened. Later the bytes of a row are read
-    with its row group, of which the last two are kept; each image is compared with its digest.
+    these. `samples` reads the file once to its end. Later the bytes of a row are read with its row
+    group, and the last two groups are kept; each image is compared with its digest.
 
     Args:
         path: The file, or its URL in an object store.
-        folder: Folder of the images that cells name; by default the file's.
+        folder: Folder of the images that cells name; by default the file's folder.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TableImages(FileImages):
         super().__init__(path, folder)
         self._ranges = open_ranges(path)
         self._lock = threading.Lock()
-        # Of each image: group, row of the group, number in the row; the group of a path is -1.
+        # For each image: group, row of the group, number in the row; the group of a path is -1.
         self._places, self._digests = array("q"), bytearray()
         self._kept: dict[int, Any] = {}
         with self._errors():
@@ -103,7 +103,7 @@ class TableImages(FileImages):
         return self._places[3 * image]
 
     def _cells(self) -> Iterator[tuple[int, int, list[Any]]]:
-        """Yield group, row of the group, and the images of each row."""
+        """Yield the group, the row in the group, and the images of each row."""
         for group in range(self._file.num_row_groups):
             row = total = 0
             for batch in self._file.iter_batches(
@@ -119,7 +119,7 @@ class TableImages(FileImages):
                     row += 1
 
     def _add(self, where: str, cell: Any, place: tuple[int, int, int]) -> None:
-        """Note an image: that of a cell, or the path that it is."""
+        """Note the image of a cell: bytes, or a path."""
         content = _content(cell)
         path = cell["path"] if isinstance(cell, dict) and content is None else cell
         if content is not None:
@@ -149,7 +149,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _content(cell: Any) -> Any:
-    """Return the bytes of a cell; None if it has a path alone, or is of another kind."""
+    """Return the bytes of a cell; None if it has only a path, or is of another kind."""
     found = cell.get("bytes") if isinstance(cell, dict) else cell
     return found if isinstance(found, bytes) else None
 
@@ -160,7 +160,7 @@ def _size(cell: Any) -> int:
 
 
 class _File(io.RawIOBase):
-    """Ranges as a file that is read."""
+    """A readable file over ranges of bytes."""
 
     def __init__(self, ranges: Ranges) -> None:
         self._ranges, self._at = ranges, 0

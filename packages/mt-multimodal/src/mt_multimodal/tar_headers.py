@@ -44,11 +44,12 @@ class Member:
 
 
 def read_members(ranges: Ranges) -> Iterator[Member]:
-    """Read a tar from its begin to its end, and yield its regular files; folders are left out.
+    """Read a tar from its beginning to its end, and yield its regular files; folders are left out.
 
     Raises:
-        DataFileError: It is no tar or ends early, a size goes beyond its end, a name is there
-            twice, or there is a link, a device, a sparse file or another special member.
+        DataFileError: The file is no tar or ends early, a size goes beyond its end, two members
+            have the same name, or there is a link, a device, a sparse file or another special
+            member.
     """
     stream, names, own = Stream(ranges), set[str](), dict[str, str]()
     while stream.at + BLOCK <= ranges.size:
@@ -83,7 +84,7 @@ def read_members(ranges: Ranges) -> Iterator[Member]:
 
 
 def _told(stream: Stream, header: _Header) -> dict[str, str]:
-    """Return the path and the size that an extension says of the next member."""
+    """Return the path and the size that an extension gives for the next member."""
     content = _extension(stream, header)
     if header.kind == b"K":  # the target of a link, which is refused
         return {}
@@ -96,7 +97,7 @@ def _told(stream: Stream, header: _Header) -> dict[str, str]:
 
 
 class _Header:
-    """A header of 512 bytes, whose checksum is right."""
+    """A header of 512 bytes with a correct checksum."""
 
     def __init__(self, ranges: Ranges, place: int, block: bytes) -> None:
         self._ranges, self.place = ranges, place
@@ -105,21 +106,21 @@ class _Header:
         if sum(block) - sum(block[148:156]) + 8 * ord(" ") != wanted:
             raise self.error("is no header of a tar: its checksum is wrong")
         self.kind = block[156:157]
-        if block[124] & 0x80:  # base 256, of sizes beyond 8 GiB
+        if block[124] & 0x80:  # base 256, for sizes beyond 8 GiB
             self.size = int.from_bytes(bytes([block[124] & 0x7F]) + block[125:136], "big")
         else:
             self.size = self.number(_octal(block[124:136]))
         self._block = block
 
     def own_name(self) -> str:
-        """Return the name of the member; a longer one in an extension takes its place."""
+        """Return the name in this header; a longer name in an extension takes precedence."""
         raw = self._block[:100].split(b"\0")[0]
         is_posix = self._block[257:263] == b"ustar\0"
         prefix = self._block[345:500].split(b"\0")[0] if is_posix else b""
         return _text(self, prefix + b"/" + raw if prefix else raw)
 
     def number(self, text: str) -> int:
-        """Return a number that a header writes in decimal digits."""
+        """Return the number that a header writes in decimal digits."""
         if not text.isascii() or not text.isdigit() or len(text) > 20:
             raise self.error(f"{text[:30]!r} is no number")
         return int(text)
@@ -138,12 +139,12 @@ class _Header:
             raise self.error("a member has no name")
 
     def error(self, problem: str) -> DataFileError:
-        """Return the error of something wrong here."""
+        """Return the error for a problem in this header."""
         return DataFileError(self._ranges.name, f"byte {self.place}: {problem}")
 
 
 def _octal(field: bytes) -> str:
-    """Return the decimal digits of an octal number, or what stands in its place."""
+    """Return the decimal digits of an octal field; the quoted field if it is not octal."""
     digits = field.strip(b" \0")
     try:
         return str(int(digits or b"0", 8)) if digits.isdigit() or not digits else repr(digits)

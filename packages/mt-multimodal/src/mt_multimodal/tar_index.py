@@ -32,7 +32,7 @@ _NAME = re.compile(r"((?:.*/)?[^/.]+)\.([^/]+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class _Arrays:
-    """Columns of the members, and the places where names and samples end."""
+    """Columns of the members, and the ends of names and samples."""
 
     begins: NDArray[np.int64]
     sizes: NDArray[np.int64]
@@ -46,30 +46,30 @@ class _Arrays:
 
 
 class TarIndex:
-    """A tar file whose members are read by number, in any order and by several threads.
+    """A tar file with access to its members by number, in any order and by several threads.
 
-    Members that have a name up to the first dot of its last part in common, and stand one behind
-    the other, are a sample; the rest of the name, in lower case, is the member's kind. Members
-    without a dot belong to no sample. Names are only names: nothing is ever written out.
+    Consecutive members with the same key form a sample: the key is the name up to the first dot of
+    its last part, and the rest of the name, in lower case, is the member's kind. Members without a
+    dot belong to no sample. Names are never used as paths to write to.
 
     The tar is read once to its end, and the index goes into a file: beside a local tar as
-    `NAME.tar.index` where its folder can be written, or into `folder`. It is used again as long as
-    the tar has its size, and its first and last 64 KiB, or in a store its ETag. Each read compares
-    a member with its digest.
+    `NAME.tar.index` if its folder is writable, or into `folder`. The index is used again while the
+    tar keeps its size, and its first and last 64 KiB, or in a store its ETag. Each read compares a
+    member with its digest.
 
     Args:
         path: The tar, or its URL in an object store.
-        folder: Folder of the index; by default the tar's own. An object without it is indexed in
-            memory.
+        folder: Folder of the index; by default the tar's own folder. Without a folder the index of
+            an object is kept in memory.
 
     Attributes:
         path: The tar.
         num_samples: Number of samples.
 
     Raises:
-        DataFileError: It is no tar, it ends early, or a member is no regular file, goes beyond the
-            end, or has the name of another member.
-        FileError: It can't be read.
+        DataFileError: The file is no tar, ends early, or has a member that is no regular file, goes
+            beyond the end, or has the name of another member.
+        FileError: The file can't be read.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TarIndex:
         """Return the content of a member.
 
         Raises:
-            DataFileError: The content has changed since it was indexed, or can't be read.
+            DataFileError: The content has changed since the tar was indexed, or can't be read.
         """
         columns = self._columns
         found = self._ranges.read(int(columns.begins[member]), int(columns.sizes[member]))
@@ -175,7 +175,7 @@ class TarIndex:
         except (FileError, OSError):
             if keep:
                 raise
-            # The tar's own folder may be for reading alone.
+            # The tar's own folder may be read-only.
             self.index_path = None
 
 
@@ -203,7 +203,7 @@ def _made(ranges: Ranges) -> _Arrays:
 
 
 def _sample_ends(ranges: Ranges, members: Iterable[Member]) -> Iterator[int]:
-    """Yield where each sample ends: behind its last member."""
+    """Yield the end of each sample: the number after its last member."""
     seen: set[str] = set()
     key, end = None, 0
     for number, member in enumerate(members):
@@ -227,7 +227,7 @@ def _sample_ends(ranges: Ranges, members: Iterable[Member]) -> Iterator[int]:
 
 
 def _read(path: Path, ranges: Ranges) -> _Arrays | None:
-    """Return the columns of an index file; None if there is none for this tar.
+    """Return the columns of an index file; None if it is missing or belongs to another tar.
 
     Raises:
         DataFileError: The file is damaged.

@@ -19,8 +19,8 @@ from mt_retro.exact import Gather, ranked
 from mt_retro.vectors import JoinedVectors
 
 EXACT, AUTO = "exact", "auto"
-POINTS = 39  # of each centroid, below which faiss warns
-_DRAWN = 128  # vectors for each centroid of the drawn share
+POINTS = 39  # points for each centroid; faiss warns below
+_DRAWN = 128  # sampled vectors for each centroid
 _SMALL = 1 << 17  # chunks that exact search is quick enough for
 _FOUND = 1 << 22  # numbers of keys that faiss returns at a time
 _LISTS = re.compile(r"IVF(\d{1,9})(?!\d)")
@@ -33,7 +33,7 @@ class IndexRecord:
     """An index of faiss in a file.
 
     Attributes:
-        factory: The string that it was made by.
+        factory: Factory string of the index.
         sha256: Digest of the file.
         faiss: Version of faiss that made it.
     """
@@ -84,7 +84,7 @@ class FaissIndex:
 
     Args:
         index: The index of faiss.
-        factory: The string that it was made by.
+        factory: Factory string of the index.
     """
 
     def __init__(self, index: Any, factory: str) -> None:
@@ -96,10 +96,10 @@ class FaissIndex:
 
     @classmethod
     def trained(cls, factory: str, vectors: JoinedVectors, progress: Progress) -> FaissIndex:
-        """Train an index on a drawn share of the vectors, and add all of them, block by block.
+        """Train an index on a sample of the vectors, and add all of them, block by block.
 
         Raises:
-            DataError: The string is none of faiss.
+            DataError: faiss does not accept the factory string.
         """
         faiss, dim, count = _faiss(), vectors.dim, len(vectors)
         try:
@@ -132,15 +132,15 @@ class FaissIndex:
 
     @classmethod
     def read(cls, path: Path, record: IndexRecord, shape: tuple[int, int]) -> FaissIndex:
-        """Read an index from a file, whose digest is compared before faiss sees a byte of it.
+        """Read an index from a file, after a comparison of the file's digest.
 
         Args:
             path: The file.
             record: Its record.
-            shape: Number of vectors, and of their dims.
+            shape: Number of vectors, and number of dims.
 
         Raises:
-            DataFileError: The file has another digest, or an index of other vectors.
+            DataFileError: The file has another digest, or its index has another shape.
         """
         faiss = _faiss()
         with open_file(path, within=path.parent) as file:
@@ -194,7 +194,7 @@ class FaissIndex:
     def _candidates(self, queries: NDArray, wanted: int, excluded: NDArray[np.int64]) -> _Found:
         near, ids = self._index.search(np.ascontiguousarray(queries, np.float32), wanted)
         allowed = (ids >= 0) & ((ids < excluded[:, :1]) | (ids >= excluded[:, 1:]))
-        # Keys as far as the last one may be left out by faiss, so those before it are sure.
+        # faiss may leave out keys as far as the last one, so only nearer keys are sure.
         last = near[:, -1:]
         squares = np.einsum("ij,ij->i", queries, queries, dtype=np.float64)[:, None]
         margin = 1e-4 * (np.abs(last) + squares)
@@ -208,9 +208,9 @@ class _Found:
 
     Attributes:
         ids: Numbers of keys, [n, wanted].
-        is_allowed: Which of them count, [n, wanted].
-        sure: Number of the allowed keys that are nearer than every key that was not returned, [n].
-        is_last: Whether there are no further keys to be found, [n].
+        is_allowed: Whether each candidate exists and is not excluded, [n, wanted].
+        sure: Number of allowed candidates surely nearer than every key that faiss left out, [n].
+        is_last: Whether faiss has no further keys, [n].
     """
 
     ids: NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""The building of a database."""
+"""Building and joining databases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Source:
     Attributes:
         chunks: Its chunks.
         data: Its digest.
-        vectors: The vectors of its chunks; None if they are to be made.
+        vectors: The vectors of its chunks; None if they do not exist yet.
     """
 
     chunks: Chunks
@@ -36,11 +36,11 @@ class _Source:
     vectors: Vectors | None
 
     def embedding(self, made: str) -> str:
-        """Return the name of the embedding, given the name for vectors that are to be made."""
+        """Return the name of the embedding: `made` for new vectors."""
         return made if self.vectors is None else self.vectors.record.embedding
 
     def folder_in(self, folder: Path) -> Path:
-        """Return the folder for vectors that are to be made."""
+        """Return the folder for new vectors of this dataset."""
         return folder / f"vectors-{self.data[:16]}"
 
 
@@ -60,7 +60,7 @@ def build_database(
     several processes that share the file system; the last one joins them.
 
     Args:
-        inputs: Prefixes of datasets, and folders of databases, whose datasets are taken over.
+        inputs: Prefixes of datasets, and folders of databases whose datasets to include.
         out: The new folder.
         chunk: Number of tokens in a chunk.
         embedding: Function from chunks to vectors, or the vectors of datasets; by default, and for

@@ -18,11 +18,11 @@ from mt_retro.stored import ArrayRecord, path_from
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRecord:
-    """The dataset that a record is of.
+    """The dataset that a record describes.
 
     Attributes:
         data: Digest of the dataset.
-        data_path: Path of the dataset, from the folder of the record.
+        data_path: Path of the dataset, relative to the folder of the record.
     """
 
     data: str
@@ -80,7 +80,7 @@ class Chunks:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents, also of those without a chunk."""
+        """Number of documents, with or without chunks."""
         return len(self._first) - 1
 
     @property
@@ -109,7 +109,7 @@ class Chunks:
         return np.searchsorted(self._first, numbers, side="right") - 1
 
     def neighbourhoods(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the first chunk of each chunk's document, and the first chunk behind the document.
+        """Return the first chunk of each chunk's document, and the first chunk after the document.
 
         Shape:
             - numbers: [n]; result: [n, 2]
@@ -118,7 +118,7 @@ class Chunks:
         return np.stack([self._first[documents], self._first[documents + 1]], axis=1)
 
     def tokens(self, numbers: NDArray[np.int64], *, continued: bool = False) -> NDArray[np.int64]:
-        """Return the tokens of chunks, with `mt_data.PADDING` behind the end of a document.
+        """Return the tokens of chunks, with `mt_data.PADDING` after the end of a document.
 
         Args:
             numbers: Numbers of chunks.
@@ -135,7 +135,7 @@ class Chunks:
     def read_chunks(
         self, numbers: NDArray[np.int64], *, continued: bool, fill: int = PADDING
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return `tokens` with another value behind the end of a document, and how many there are.
+        """Return the tokens of chunks, filled with `fill`, and the number of tokens of each chunk.
 
         Shape:
             - result: [n, size] or [n, 2 * size], and [n]
@@ -159,14 +159,14 @@ class Chunks:
             short = np.flatnonzero(lengths < width)
             is_token = np.arange(width) < lengths[short, None]
             tokens[short] = np.where(is_token, tokens[short], fill)
-            rest = np.flatnonzero(first < starts)  # in the last tokens of the file
+            rest = np.flatnonzero(first < starts)  # chunks among the last tokens of the file
         for row in rest:
             text = self.dataset.stream(int(starts[row]), int(lengths[row]))
             tokens[row, : len(text)], tokens[row, len(text) :] = text, fill
         return tokens, lengths
 
     def _runs(self, width: int) -> NDArray | None:
-        """Return each run of some tokens of a file on a disk as a row, [n, width], without a copy.
+        """Return each run of `width` tokens of a local file as a row, [n, width], without a copy.
 
         The file is mapped; nothing may shorten it while it is open.
         """
@@ -202,11 +202,11 @@ class Chunks:
 def data_digest(dataset: IndexedDataset) -> str:
     """Return a digest of a dataset's content.
 
-    If a dataset has no recorded digests, as another tool wrote it, its tokens are read once, and
-    their digest is kept beside them while the file does not change.
+    If a dataset of another tool has no recorded digests, its tokens are read once, and their
+    digest is kept beside them while the file does not change.
 
     Raises:
-        DataFileError: Such a dataset is in an object store.
+        DataFileError: A dataset without recorded digests is in an object store.
     """
     if (dataset.metadata() or {}).get("bin_sha256") is not None:
         return dataset.fingerprint

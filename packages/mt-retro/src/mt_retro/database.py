@@ -30,7 +30,7 @@ class SourceRecord(DatasetRecord):
 
     Attributes:
         vectors: Digest of the vectors of its chunks.
-        vectors_path: Path of their folder, from the database.
+        vectors_path: Path of the folder of the vectors, relative to the database.
         chunks: Number of chunks.
     """
 
@@ -91,7 +91,7 @@ class Database:
 
     Raises:
         DataError: There is no database, or it is not complete.
-        DataFileError: A file is damaged, or a dataset is not the one that the database is of.
+        DataFileError: A file is damaged, or a dataset is not the one of the database.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -142,7 +142,7 @@ class Database:
         return self._first[digests.index(data)] if data in digests else None
 
     def place(self, number: int) -> tuple[int, int, int]:
-        """Return the dataset, the document in it, and the chunk in that, of a chunk's number."""
+        """Return a chunk's dataset, its document there, and its number in the document."""
         if not 0 <= number < len(self):
             raise IndexError(f"{self.folder}: chunk {number} does not exist; there are {len(self)}")
         source = bisect_right(self._first, number) - 1
@@ -151,13 +151,13 @@ class Database:
         return source, document, inside - self.sources[source].of_document(document).start
 
     def tokens(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return chunks with the chunk that follows each in its document.
+        """Return the tokens of chunks, each with the next chunk of its document.
 
-        The places behind the end of the document hold `mt_data.PADDING`. The number -1 stands for
-        a missing neighbour, all of whose places hold it.
+        The places after the end of the document hold `mt_data.PADDING`. The number -1 stands for
+        a missing neighbour, all of whose places hold `mt_data.PADDING`.
 
         Raises:
-            DataError: A number is below -1, or there is no such chunk.
+            DataError: A number is below -1, or no chunk has it.
 
         Shape:
             - ids: any shape; result: [*ids.shape, 2 * chunk]
@@ -167,7 +167,7 @@ class Database:
     def read(
         self, ids: NDArray[np.int64], *, fill: int = PADDING
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return `tokens` with another value where there is none, and how many each has.
+        """Return `tokens` with `fill` in place of padding, and the number of tokens of each.
 
         Shape:
             - ids: any shape; result: [*ids.shape, 2 * chunk] and [*ids.shape]
@@ -192,9 +192,9 @@ class Database:
     def search(
         self, queries: NDArray, k: int, *, excluded: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the k nearest chunks of vectors; see `exact_neighbours`.
+        """Return the chunks nearest to each query vector; see `exact_neighbours`.
 
-        An index of faiss may miss some of them; the distances are exact.
+        An index of faiss may miss some chunks; the distances are exact.
 
         Raises:
             DataError: The vectors have another number of dims, or values that are not finite.
@@ -232,7 +232,9 @@ class Database:
         return known
 
     def verify(self) -> None:
-        """Read every byte of the database and its datasets, and refuse a change.
+        """Read every byte of the database and its datasets, and compare the digests.
+
+        Datasets without recorded digests are not read again; opening compares their digest.
 
         Raises:
             DataFileError: A file is damaged; the message names it.
@@ -245,10 +247,10 @@ class Database:
 
 
 def check_ids(ids: NDArray[np.int64], count: int, name: str) -> None:
-    """Refuse numbers of chunks that do not exist; -1 is a missing neighbour.
+    """Check that the numbered chunks exist; -1 is a missing neighbour.
 
     Raises:
-        DataFileError: There is one.
+        DataFileError: A number is below -1, or at or above `count`.
     """
     if ids.size and not -1 <= ids.min() <= ids.max() < count:
         wrong = int(ids.min() if ids.min() < -1 else ids.max())

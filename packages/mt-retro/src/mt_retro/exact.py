@@ -13,7 +13,7 @@ BLOCK, SLAB = 8192, 1024  # keys and queries of one product
 _PAIRS = 1 << 14  # distances in fp64 at a time
 _MOST = np.finfo(np.float32).max
 _LARGEST = 1e38  # squared length
-_FEW = 64  # queries, for which finding equal keys takes longer than it saves
+_FEW = 64  # largest number of queries for which finding equal keys takes longer than it saves
 
 Blocks = Callable[[], Iterable[tuple[int, NDArray]]]
 Gather = Callable[[NDArray[np.int64]], NDArray]
@@ -42,7 +42,7 @@ def exact_neighbours(
             than 1e19.
 
     Shape:
-        - queries: [n, dim]; keys: [m, dim]; excluded: [n, 2], first key and the first behind
+        - queries: [n, dim]; keys: [m, dim]; excluded: [n, 2], first key and first key after
         - result: [n, k] int64, [n, k] float64
     """
     queries, keys = _matrix("queries", queries), _matrix("keys", keys)
@@ -124,15 +124,15 @@ def distances_of(queries: NDArray, keys: NDArray) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Block:
-    """A block of keys, of which equal ones are computed once, or each for itself.
+    """A block of keys; products are computed once for equal keys, or once for each key.
 
     Attributes:
         start: Number of the first key.
         keys: The distinct keys, [distinct, dim] float32.
         squares: Their squared lengths, [distinct].
-        members: Keys in the order of the distinct key that they equal, [size].
-        ends: Place in `members` behind the keys of each distinct one, [distinct].
-        order: For each of the members, its number plus `size` times the number of its distinct key.
+        members: Numbers of all keys, grouped by distinct key, [size].
+        ends: End in `members` of the group of each distinct key, [distinct].
+        order: For each member, its number plus `size` times the number of its distinct key, [size].
     """
 
     start: int
@@ -168,15 +168,15 @@ class _Block:
     def expanded(
         self, rows: NDArray, columns: NDArray, k: int, excluded: NDArray[np.int64]
     ) -> tuple[NDArray, NDArray, NDArray]:
-        """Return pairs of queries and distinct keys as pairs with the first k members of each.
+        """Replace each pair of a query and a distinct key by pairs with its first k members.
 
         Returns:
-            The queries, the keys as numbers in the block, and the pair that each came from.
+            The queries, the keys as numbers in the block, and the original pair of each new pair.
         """
         if len(self.keys) == len(self.members):
             return rows, columns, np.arange(len(rows))
         begins = self.ends[columns] - np.diff(self.ends, prepend=0)[columns]
-        # The members in the excluded range are neighbours in the list: left to right.
+        # The members in the excluded range are adjacent in the list, from left to right.
         low, high = np.clip(excluded[rows].T - self.start, 0, len(self.members))
         left = np.searchsorted(self.order, columns * len(self.members) + low)
         right = np.searchsorted(self.order, columns * len(self.members) + high)
@@ -196,7 +196,7 @@ def _equal_rows(keys: NDArray) -> NDArray[np.int64]:
     found, first, kinds = np.unique(hashes, return_index=True, return_inverse=True)
     if len(found) == len(keys):
         return np.arange(len(keys))
-    if (bits != bits[first[kinds]]).any():  # two that differ have one hash
+    if (bits != bits[first[kinds]]).any():  # two different rows have the same hash
         rows = bits.view(np.dtype((np.void, bits.shape[1] * bits.itemsize))).ravel()
         kinds = np.unique(rows, return_inverse=True)[1]
     return kinds.reshape(-1)
@@ -213,7 +213,7 @@ class _Candidates:
 
 
 class _Slab:
-    """Some queries, and the best keys so far. Bounds leave out the query's own squared length."""
+    """A slab of queries with the best keys so far; bounds leave out the query's squared length."""
 
     def __init__(self, queries: NDArray, excluded: NDArray[np.int64], k: int) -> None:
         self._queries, self._excluded, self._k = queries, excluded, k
@@ -253,7 +253,7 @@ class _Slab:
         return share * (2 * self._lengths * longest + longest * longest) + 2.0**-100
 
     def _keep(self, rows: NDArray, ids: NDArray, near: NDArray, slack: NDArray[np.float64]) -> None:
-        """Add candidates, and drop those that k others are surely nearer than."""
+        """Add candidates, and drop each candidate that is surely farther than k others."""
         old, k = self._found, self._k
         rows = np.concatenate([old.rows, rows])
         ids = np.concatenate([old.ids, ids])

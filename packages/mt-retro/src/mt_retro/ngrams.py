@@ -16,8 +16,7 @@ class NGramEmbedding:
     Each run of 1 to `longest` tokens is hashed to one dim and a sign, and counted there (Weinberger
     et al., 2009, "Feature hashing for large scale multitask learning"). The counts are scaled to a
     length of 1 and rounded to multiples of 1 / 1024. So the vectors are the same on every machine,
-    and the products of two of them have no rounding in fp32: chunks at equal distances are exactly
-    equal.
+    and the product of two vectors has no rounding in fp32: equal distances are exactly equal.
 
     Args:
         dim: Number of dims.
@@ -27,7 +26,7 @@ class NGramEmbedding:
         name: Name of the embedding with its arguments, which a database records.
 
     Shape:
-        - `embedding(chunks)`: [n, m] tokens, with `mt_data.PADDING` behind the last of a chunk;
+        - `embedding(chunks)`: [n, m] tokens, with `mt_data.PADDING` after the last of a chunk;
           [n, dim] float32
     """
 

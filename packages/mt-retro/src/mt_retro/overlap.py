@@ -1,4 +1,4 @@
-"""How much of a text another one repeats."""
+"""Overlap: the share of a text that another text repeats."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 from mt_data import PADDING
 from numpy.typing import NDArray
 
-_MOST = 1 << 22  # places of runs at a time
+_MOST = 1 << 22  # pairs of tokens that are compared at a time
 
 
 def overlaps(texts: NDArray[np.integer], others: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Return the longest run of tokens that a text has in common with others, as a share of it.
+    """Return the length of the longest common run of tokens, as a share of the length of the text.
 
-    Borgeaud et al. (2022), section 2.6, measure in this way what retrieval repeats. An empty text
-    has no overlap.
+    Borgeaud et al. (2022), section 2.6, measure leakage through retrieval in this way. The overlap
+    of an empty text is 0.
 
     Shape:
-        - texts: [n, a]; others: [n, k, b], each filled behind its end with `mt_data.PADDING`
+        - texts: [n, a]; others: [n, k, b], each filled after its end with `mt_data.PADDING`
         - result: [n, k], from 0 to 1
     """
     (count, width), (_, k, _) = texts.shape, others.shape

@@ -29,7 +29,7 @@ from mt_retro.vectors import NamedEmbedding, Vectors
 from mt_retro.work import Work
 
 _FILE = "ids.npy"
-_ROWS = 1 << 16  # read at a time
+_ROWS = 1 << 16  # rows to read at a time
 _AT_ONCE = 1 << 20  # neighbours whose overlap is measured at a time
 
 
@@ -40,7 +40,7 @@ class NeighboursRecord(ChunksRecord):
     Attributes:
         kind: Kind of the folder.
         database: Digest of the database.
-        database_path: Path of the database, from the folder.
+        database_path: Path of the database, relative to the folder.
         neighbours: Number of neighbours of each chunk.
         max_overlap: Largest overlap of a neighbour; None without a bound.
         ids: The array of the neighbours.
@@ -73,22 +73,22 @@ class NeighboursRecord(ChunksRecord):
 class Neighbours:
     """The neighbours of every chunk of a dataset in a database.
 
-    They belong to (dataset, document, chunk), so that every order, length and blend of rows uses
-    the same ones.
+    Neighbours belong to (dataset, document, chunk), so every order, length and blend of rows uses
+    the same neighbours.
 
     Args:
         folder: A folder that `find_neighbours` made.
-        dataset: The dataset; by default the one at the place that the folder names.
-        database: The database; likewise.
+        dataset: The dataset; by default the one at the path that the folder records.
+        database: The database; by default the one at the path that the folder records.
 
     Attributes:
         chunks: The chunks of the dataset.
         database: The database.
-        num_neighbours: Number of neighbours of a chunk, of which some may be missing.
+        num_neighbours: Number of neighbours of a chunk, including missing ones.
 
     Raises:
         DataError: There are no neighbours in the folder.
-        DataFileError: Its files are damaged, or the dataset or the database is another one.
+        DataFileError: A file of the folder is damaged, or the dataset or the database is another.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Neighbours:
         return self._checked(self._ids.rows(numbers.start, numbers.stop))
 
     def gather(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the neighbours of chunks by their numbers, as `ids` does those of a document.
+        """Return the neighbours of chunks, given the numbers of the chunks; -1 is a missing one.
 
         Shape:
             - numbers: [n]; result: [n, neighbours]
@@ -141,23 +141,23 @@ class Neighbours:
         return self._checked(self._ids.gather(numbers))
 
     def tokens(self, document: int) -> NDArray[np.int64]:
-        """Return the tokens of those neighbours and of what follows them.
+        """Return the tokens of the neighbours of a document's chunks and of their next chunks.
 
         Shape:
-            - result: [chunks of the document, neighbours, 2 * chunk], with `mt_data.PADDING` where
-              there is none
+            - result: [chunks of the document, neighbours, 2 * chunk], with `mt_data.PADDING` in
+              place of missing tokens
         """
         return self.database.tokens(self.ids(document))
 
     def count_missing(self) -> int:
-        """Return how many neighbours are missing, of all chunks."""
+        """Return the number of missing neighbours of all chunks."""
         return sum(int((rows < 0).sum()) for _, rows in blocks_of(self._ids, _ROWS))
 
     def verify(self) -> None:
         """Read all neighbours, and refuse damage.
 
         Raises:
-            DataFileError: A block has changed, or names a chunk that does not exist.
+            DataFileError: A block has changed, or a neighbour does not exist.
         """
         self._ids.verify()
         for _, rows in blocks_of(self._ids, _ROWS):
@@ -171,12 +171,12 @@ class Neighbours:
 def neighbours_of(
     dataset: IndexedDataset, folders: Sequence[str | os.PathLike[str]], database: Database
 ) -> Neighbours:
-    """Open the folder whose neighbours are of a dataset, as its digest says.
+    """Open the folder with the neighbours of a dataset, found by the digest of the dataset.
 
     Args:
         dataset: The dataset.
         folders: Folders of neighbours of several datasets.
-        database: The database that all of them are of.
+        database: The database of all these neighbours.
 
     Raises:
         DataError: No folder has neighbours of this dataset, or they are of another database.
@@ -207,7 +207,7 @@ def find_neighbours(  # noqa: PLR0913 - each is one decision of a query
 ) -> Neighbours | None:
     """Find and store the neighbours of every chunk of a dataset.
 
-    No neighbour is of the chunk's own document. The results of an earlier call with the same
+    No neighbour comes from the chunk's own document. The results of an earlier call with the same
     arguments are kept. The parts may be made by several processes that share the file system; the
     last one joins them.
 
@@ -216,11 +216,11 @@ def find_neighbours(  # noqa: PLR0913 - each is one decision of a query
         dataset: The tokens.
         out: The new folder.
         neighbours: Number of neighbours of a chunk. If there are fewer, the rest is -1.
-        max_overlap: Largest overlap of a neighbour, in [0, 1): how much of the chunk and the next
-            one of its document (as the longest run of tokens) the neighbour and its continuation
-            may repeat.
-        embedding: Function from chunks to vectors, by which the database was made, or the vectors
-            of the dataset; by default those in the database, else the built-in function.
+        max_overlap: Largest overlap of a neighbour, in [0, 1): the share of the chunk and the next
+            chunk of its document that the neighbour and its continuation may repeat, in a run of
+            tokens.
+        embedding: Function from chunks to vectors that made the database, or the vectors of the
+            dataset; by default the vectors in the database, else the built-in function.
         part: Share of the chunks; by default all of them.
         progress: Where to show the progress.
 
@@ -228,8 +228,8 @@ def find_neighbours(  # noqa: PLR0913 - each is one decision of a query
         The neighbours; None if other parts are missing.
 
     Raises:
-        DataError: An argument is wrong, the vectors are of another embedding, or the folder holds
-            something else.
+        DataError: An argument is wrong, the vectors come from another embedding, or the folder
+            holds something else.
         DataFileError: A file of the database is damaged.
     """
     if neighbours < 1 or (max_overlap is not None and not 0 <= max_overlap < 1):
@@ -303,7 +303,7 @@ def _bounded(
     k: int,
     most: float,
 ) -> NDArray[np.int64]:
-    """Return the k nearest chunks that repeat no more than a share of the text of each query."""
+    """Return the k nearest chunks that repeat at most the share `most` of each query's text."""
     ids = np.full((len(queries), k), -1, np.int64)
     left, wanted = np.arange(len(queries)), min(4 * k + 8, len(database))
     while len(left) and wanted:

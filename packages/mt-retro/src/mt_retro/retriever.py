@@ -1,4 +1,4 @@
-"""Retrieval of passages for chunks of tokens that are in no dataset, such as a prompt's."""
+"""Retrieval of passages for chunks of tokens outside any dataset, such as those of a prompt."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Retrieved(NamedTuple):
     """The neighbours of chunks, the nearest first.
 
     Attributes:
-        ids: Numbers of chunks of the database; -1 where there are too few.
-        distances: Squared distances of the vectors, infinite there.
-        tokens: Tokens of each neighbour and of what follows it in its document, with
-            `mt_data.PADDING` behind the end.
+        ids: Numbers of chunks of the database; -1 for a missing neighbour.
+        distances: Squared distances of the vectors, infinite for a missing neighbour.
+        tokens: Tokens of each neighbour and of the next chunk of its document, with
+            `mt_data.PADDING` after the end.
 
     Shape:
         - ids, distances: [n, k]; tokens: [n, k, 2 * chunk]
@@ -36,12 +36,12 @@ class Retriever:
 
     Args:
         database: The database, or its folder.
-        embed: Function from chunks to vectors, by which the database was made; by default the
-            built-in one. It gets [n, chunk] tokens with `mt_data.PADDING` behind the last of a
-            chunk, and returns [n, dim].
+        embed: Function from chunks to vectors that made the database; by default the built-in
+            one. It gets [n, chunk] tokens with `mt_data.PADDING` after the last of a chunk, and
+            returns [n, dim].
 
     Raises:
-        DataError: There is no such database, or it was made by another embedding.
+        DataError: There is no such database, or another embedding made it.
     """
 
     def __init__(

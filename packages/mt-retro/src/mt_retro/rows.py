@@ -22,8 +22,8 @@ from mt_retro.stored import digest_of
 def retro_fields() -> tuple[RowField, ...]:
     """Return the arrays of a row of documents with neighbours.
 
-    Ranks that share a row have the neighbours of their own chunks. All stages of a pipeline read
-    them, as any stage may encode them.
+    Each of the ranks that share a row has the neighbours of its own chunks. All stages of a
+    pipeline read them, since any stage may encode them.
     """
     return (
         *text_fields(packed=True),
@@ -41,35 +41,35 @@ _NEIGHBOURS = ("neighbours", "neighbour_lengths")
 class RetroDataset(RowDataset):
     """Rows of documents that begin on a grid of chunks, with the neighbours of each chunk.
 
-    A document that is longer than a row goes on in further rows. The documents, or parts, of an
-    epoch are shuffled and fill rows by best fit; attention, positions and labels stay within each.
-    The row behind a document is padded to the next chunk, without labels. Rows depend on the data,
+    A document longer than a row goes on in further rows. The documents, or parts, of an epoch are
+    shuffled and fill rows by best fit; attention, positions and labels stay within each. Each
+    document is padded to the end of its last chunk, without labels. Rows depend on the data,
     their number and the arguments; all seeds, lengths and blends use the same stored neighbours.
 
-    A token sees the neighbours of the last chunk of its document that ends at it or before it. So a
-    label in chunk v is predicted from the neighbours of chunk v - 1, and a label in chunk 0 from
-    none.
+    A token sees the neighbours of the last chunk of its document that ends at the token or before
+    it. So a label in chunk v is predicted from the neighbours of chunk v - 1, and a label in chunk
+    0 without neighbours.
 
     Args:
         neighbours: The dataset, and the neighbours of its chunks.
         sequence_length: Number of tokens in a row, a multiple of the size of a chunk.
-        num_neighbours: Number of neighbours of a chunk, the nearest ones; by default all stored.
-        retrieves: Whether the rows have their neighbours; without, all are missing.
+        num_neighbours: Number of nearest neighbours of a chunk; by default all stored ones.
+        retrieves: Whether the rows have their neighbours; otherwise all neighbours are missing.
         overlap: Range [low, high) of shares: a label stays only if a neighbour that it is predicted
             from repeats such a share of its chunk, as `overlaps` measures it, and none repeats
             more. A `high` of 1 includes 1. By default all labels stay.
         seed: Seed of the order.
 
     Attributes:
-        window: Number of documents that are packed together.
+        window: Number of documents to pack together.
 
     Raises:
         DataError: A number is wrong, or no document has two tokens.
 
     Shape:
         - `row(i)`: `tokens`, `labels`, `documents`, `positions` [S] as in packed text; `documents`
-          is -100 behind the last one; `neighbours` [S / m, k, 2 m], token ids of each neighbour and
-          of the chunk behind it, 0 behind their end; `neighbour_lengths` [S / m, k], the number of
+          is -100 after the last one; `neighbours` [S / m, k, 2 m], token ids of each neighbour and
+          of the next chunk, 0 after their end; `neighbour_lengths` [S / m, k], the number of
           tokens of each, 0 for a missing neighbour; all int64
     """
 
@@ -96,7 +96,7 @@ class RetroDataset(RowDataset):
         self.neighbours, self.num_neighbours = neighbours, k
         self.sequence_length, self.packing = sequence_length, "documents"
         self.retrieves, self.overlap = retrieves, overlap
-        # A document has a label less than tokens. Parts of all documents are numbered in order.
+        # A document has one label fewer than tokens. Parts of all documents are numbered in order.
         labels = np.maximum(neighbours.chunks.lengths - 1, 0)
         self._first_part = np.zeros(len(labels) + 1, np.int64)
         np.cumsum(-(-labels // sequence_length), out=self._first_part[1:])
@@ -167,7 +167,7 @@ class RetroDataset(RowDataset):
 
     @cached_property
     def filling(self) -> float:
-        """Share of the places of the first epoch's rows that have a label."""
+        """Share of places with a label in the rows of the first epoch."""
         return self._num_labels / (len(self) * self.sequence_length)
 
     def describe(self) -> str:
@@ -212,7 +212,7 @@ class RetroDataset(RowDataset):
     def _neighbours_of(
         self, rows: Sequence[GatheredRow], *, fill: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the neighbours of rows, whose content is the chunks [begin, end) in them.
+        """Return the neighbours of rows; the content of a row is its ranges [begin, end) of chunks.
 
         Shape:
             - result: [rows, S / m, k, 2 m] and [rows, S / m, k]
@@ -227,14 +227,14 @@ class RetroDataset(RowDataset):
 
     @cached_property
     def _none(self) -> Mapping[str, NDArray]:
-        """The neighbours of a row without them, which all such rows share."""
+        """The arrays of missing neighbours, which all rows without retrieval share."""
         empty = self.empty()
         for name in _NEIGHBOURS:
             empty[name].setflags(write=False)
         return {name: empty[name] for name in _NEIGHBOURS}
 
     def parts(self, index: int) -> list[tuple[int, int, int]]:
-        """Return the document, the first token in it and the number of labels of a row's parts."""
+        """Return the document, the first token and the number of labels of each part of a row."""
         numbers = np.array(self._order.items(index), np.int64)
         documents = np.searchsorted(self._first_part, numbers, side="right") - 1
         starts = (numbers - self._first_part[documents]) * self.sequence_length
@@ -242,12 +242,12 @@ class RetroDataset(RowDataset):
         return list(zip(*columns, strict=True))
 
     def _is_kept(self, text: NDArray, read: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell which labels of a text are in chunks that the neighbours repeat to the share."""
+        """Return whether the overlap of each label's chunk with its neighbours is in the range."""
         assert self.overlap is not None  # noqa: S101 - the caller's condition
         (low, high), size = self.overlap, self.neighbours.chunks.size
         chunks = np.full((-(-len(text) // size), size), PADDING, np.int64)
         chunks.reshape(-1)[: len(text)] = text
-        read = read[: len(chunks) - 1]  # beside the chunk before
+        read = read[: len(chunks) - 1]  # the neighbours of the chunk before
         shares = overlaps(chunks[1:], read).max(axis=1)
         is_kept = np.zeros(len(chunks), np.bool_)
         is_kept[1:] = (low <= shares) & ((shares < high) | ((shares == 1) & (high == 1)))

@@ -51,8 +51,8 @@ class ArrayRecord:
     Attributes:
         dtype: Name of the dtype.
         shape: Sizes of the dims.
-        header: Number of bytes in front of the values.
-        blocks: SHA-256 of each MiB of the file, one behind the other.
+        header: Number of bytes before the values.
+        blocks: SHA-256 of each MiB of the file, one after the other.
     """
 
     dtype: Literal["float32", "int64"]
@@ -115,7 +115,7 @@ class ArrayWriter:
         self._digest, self._room = hashlib.sha256(), BLOCK
 
     def end(self) -> ArrayRecord:
-        """Return the record of the array, of which all bytes are written."""
+        """Return the record of the complete array."""
         if self._room < BLOCK:
             self._end_block()
         return build(
@@ -130,14 +130,14 @@ class ArrayWriter:
 
 
 class StoredArray:
-    """An array of a file, which is mapped, not read; each block is checked before its first use.
+    """An array in a mapped file; each block is checked before its first use.
 
     Args:
         path: The file.
         record: Its record.
 
     Raises:
-        DataFileError: The file has another size; or, on use, a block is not as it was written.
+        DataFileError: The file has another size; or, on use, a block has changed.
     """
 
     def __init__(self, path: Path, record: ArrayRecord) -> None:
@@ -175,7 +175,7 @@ class StoredArray:
         return self._values[numbers]
 
     def verify(self) -> None:
-        """Check every block, also the blocks that were checked before."""
+        """Check every block, even after an earlier check."""
         self._is_checked[:] = False
         self._check(np.arange(self.record.num_blocks))
 
@@ -195,12 +195,12 @@ class StoredArray:
 
 
 def digest_of(record: object) -> str:
-    """Return the digest of a record, which does not depend on where its files are."""
+    """Return the digest of a record, which does not depend on the paths in it."""
     return hashlib.sha256(_text(_without_paths(to_plain(record))).encode()).hexdigest()
 
 
 def write_record(path: Path, record: object) -> None:
-    """Write a dataclass or plain values with their digest, from which `read_record` reads them."""
+    """Write a dataclass or plain values with their digest, for `read_record`."""
     text = _text(to_plain(record))
     write_file(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}\n")
 
@@ -236,12 +236,12 @@ def read_record(folder: Path, kind: type[Record], name: str) -> Record:
 
 
 def kind_of(folder: Path) -> object:
-    """Return the kind of a folder, as its record says it; None without a record."""
+    """Return the kind of a folder according to its record; None without a record."""
     return (read_sealed(folder / RECORD) or {}).get("kind")
 
 
 def read_sealed(path: Path) -> dict[str, Any] | None:
-    """Return the content of a record whose digest fits; None if there is no such file."""
+    """Return the content of a record, after a check of its digest; None without a file."""
     try:
         content = read_bytes(path, limit=_MOST_BYTES, within=path.parent)
     except MissingFileError:
@@ -259,22 +259,22 @@ def read_sealed(path: Path) -> dict[str, Any] | None:
 
 
 def path_from(folder: Path, path: str | os.PathLike[str]) -> str:
-    """Return a path, or a URL, as a record in a folder says it: relative to the folder."""
+    """Return a path as the record of a folder stores it, relative to the folder; a URL stays."""
     text = os.fspath(path)
     return text if "://" in text else os.path.relpath(text, folder)
 
 
 def path_in(folder: Path, path: str) -> str:
-    """Return the path, or the URL, that a record in a folder says."""
+    """Return the path, or the URL, that the record of a folder stores; see `path_from`."""
     return path if "://" in path else os.path.normpath(folder / path)
 
 
 @contextlib.contextmanager
 def naming(folder: Path, path: str) -> Iterator[str]:
-    """Give the path, or the URL, that a record in a folder says, to open what is there.
+    """Yield the path or URL in the record of a folder, to be opened in the `with` block.
 
     Raises:
-        DataFileError: It can't be opened; the message names the record too.
+        DataFileError: The path can't be opened; the message names the record too.
     """
     try:
         yield path_in(folder, path)
@@ -284,7 +284,7 @@ def naming(folder: Path, path: str) -> Iterator[str]:
 
 
 def blocks_of(array: StoredArray, size: int) -> Iterator[tuple[int, NDArray]]:
-    """Yield the rows of an array in blocks, each with the number of its first."""
+    """Yield the rows of an array in blocks, each with the number of its first row."""
     for start in range(0, len(array), size):
         yield start, array.rows(start, min(start + size, len(array)))
 

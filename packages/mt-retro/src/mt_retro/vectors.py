@@ -30,10 +30,10 @@ _FILE = "vectors.npy"
 
 
 class NamedEmbedding(Protocol):
-    """A function from chunks to vectors whose name says what decides the vectors.
+    """A function from chunks to vectors, with a name that identifies the vectors it makes.
 
     Shape:
-        - [n, m] tokens, with `mt_data.PADDING` behind the last of a chunk; [n, dim] float32
+        - [n, m] tokens, with `mt_data.PADDING` after the last of a chunk; [n, dim] float32
     """
 
     @property
@@ -98,7 +98,7 @@ class Vectors:
         """Read all vectors, and refuse damage and values that are not finite.
 
         Raises:
-            DataFileError: There are some; the message names the file.
+            DataFileError: The vectors are damaged or not finite; the message names the file.
         """
         self.array.verify()
         try:
@@ -141,7 +141,7 @@ class JoinedVectors:
         return found
 
     def blocks(self) -> Iterator[tuple[int, NDArray[np.float32]]]:
-        """Yield all vectors in blocks, each with the number of its first."""
+        """Yield all vectors in blocks, each with the number of its first vector."""
         for part, first in zip(self.parts, self.first, strict=False):
             for start, block in blocks_of(part.array, BLOCK):
                 yield first + start, block
@@ -163,12 +163,12 @@ def embed_chunks(
     Args:
         chunks: The chunks of the dataset.
         out: The folder.
-        embedding: Function from chunks to vectors, with a name that decides the vectors.
+        embedding: Function from chunks to vectors, with a name that identifies the vectors.
         part: Share of the chunks to embed; by default all of them.
         progress: Where to show the progress.
 
     Returns:
-        Whether all vectors are there.
+        Whether all vectors exist.
 
     Raises:
         DataError: The folder holds something else, or a vector is not finite.

@@ -55,7 +55,7 @@ class Work:
         folder: The folder.
         name: Name of the array's file.
         plan: Plain values that decide all rows. A folder with another plan is refused.
-        shape: Number of rows, and of the values in a row.
+        shape: Number of rows, and number of values in a row.
         dtype: Name of the dtype.
     """
 
@@ -76,7 +76,7 @@ class Work:
         """Make the blocks of a part, then join all of them if none is missing.
 
         Args:
-            make: Function of the first row and the one behind the last, which returns the rows.
+            make: Function that returns the rows [start, stop).
             record_of: Function that returns the folder's record, given the record of the array.
             part: Share of the blocks to make; by default all of them.
             progress: Where to show the progress.
@@ -106,7 +106,7 @@ class Work:
 
     @property
     def block(self) -> int:
-        """Number of rows in a block: 64 blocks or more of a large array."""
+        """Number of rows in a block: a large array has at least 64 blocks."""
         return min(max(-(-self.shape[0] // 64), 64), 4096)
 
     @property
@@ -115,7 +115,7 @@ class Work:
         return -(-self.shape[0] // self.block)
 
     def missing(self) -> int:
-        """Return how many blocks are not made yet."""
+        """Return the number of missing blocks."""
         return sum(not self._path(number).exists() for number in range(self.num_blocks))
 
     def _share(self, part: Part) -> range:
@@ -123,10 +123,10 @@ class Work:
         return range(*ends)
 
     def _is_complete(self) -> bool:
-        """Tell whether the array is there; refuse a folder with another plan, or other files.
+        """Return whether the array is complete; refuse a folder with another plan, or other files.
 
-        Others may begin or complete the folder meanwhile. The plan goes behind the record, so it is
-        looked for first.
+        Other processes may begin or complete the folder meanwhile. The plan is removed after the
+        record is written, so the plan is looked for first.
         """
         is_begun, is_complete = self._has(PLAN), self._has(RECORD)
         if is_complete and (is_begun or (self.folder / _BLOCKS).exists()):
@@ -136,7 +136,7 @@ class Work:
         return is_complete
 
     def _has(self, name: str) -> bool:
-        """Tell whether the folder has a file with this plan; refuse one with another plan."""
+        """Return whether the folder has a file with this plan; refuse a file with another plan."""
         content = read_sealed(self.folder / name)
         if content is None:
             return False
@@ -165,7 +165,7 @@ class Work:
         write_file(self._path(number), content, self._seal(number, content))
 
     def _read(self, number: int) -> bytes | None:
-        """Return the bytes of a block; None if it is not there, or not of this plan."""
+        """Return the bytes of a block; None if it does not exist, or is not of this plan."""
         size = self._rows(number) * self.shape[1] * np.dtype(self.dtype).itemsize
         try:
             found = read_bytes(self._path(number), limit=size + _DIGEST, within=self.folder)
@@ -195,10 +195,10 @@ class Work:
 
 
 def check_empty(folder: Path, known: Collection[str] = ()) -> None:
-    """Refuse a path that is no folder, or a folder with other files than the known ones.
+    """Check that a path is free, or a folder with only known files.
 
     Raises:
-        DataError: It is one.
+        DataError: The path is not a folder, or the folder has another file.
     """
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is no folder; name a new one")
@@ -210,10 +210,10 @@ def check_empty(folder: Path, known: Collection[str] = ()) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a complete folder no longer needs."""
+    """Remove the plan, the blocks and the temporary files of a complete folder."""
     shutil.rmtree(folder / _BLOCKS, ignore_errors=True)
-    remove_temporaries(folder)  # of a process that was killed as it joined, too
-    (folder / PLAN).unlink(missing_ok=True)  # last, since it tells that there is something left
+    remove_temporaries(folder)  # also of a process that was killed as it joined blocks
+    (folder / PLAN).unlink(missing_ok=True)  # last, since it shows that files may be left
 
 
 def _difference(found: dict[str, object], wanted: dict[str, object]) -> str:

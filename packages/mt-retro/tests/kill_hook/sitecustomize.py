@@ -1,8 +1,9 @@
-"""Every interpreter that finds this on its path looks for a plan of when to kill a command.
+"""A hook for every interpreter with this folder on its path: kill a command at a planned moment.
 
 KILL_PLAN names a file with a folder, a number, seconds, and the process of the command. All
-processes count together, by bytes of the file beside it, what they create, rename and remove in the
-folder; the number's process kills the command and itself, after the seconds.
+processes together count the files that they create, rename and remove in the folder, as bytes of a
+file beside the plan; the process that reaches the number kills the command and itself, after the
+seconds.
 """
 
 import os
