@@ -1,4 +1,4 @@
-"""Building of a token dataset from documents."""
+"""Building a token dataset from documents."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def build_corpus(  # noqa: PLR0913 - options of a build, all by keyword
     both data files. Documents stay in order; empty ones are left out and counted.
 
     Args:
-        documents: The documents to write; read once, in batches. Of a reader of one part of a
-            source the part is recorded, for `merge_datasets`, and may be empty.
+        documents: The documents to write; read once, in batches. If a reader reads one part of a
+            source, the part is recorded for `merge_datasets`, and may be empty.
         out_prefix: Path without ending.
         tokenizer: The tokenizer. Its vocabulary decides the width of a stored token, and it is kept
             as `<prefix>.tokenizer.json` (or `.model`).
@@ -124,9 +124,9 @@ def prefixes(out: str | os.PathLike[str], held_out: HeldOut | None) -> list[str]
 def part_records(
     documents: Iterable[Document], held_out: HeldOut | None
 ) -> list[dict[str, dict[str, object]]]:
-    """Return what each dataset of a build records of the part of a source that it is, if it is one.
+    """Return the record of the part of a source for each dataset of a build; empty for a whole.
 
-    Parts with equal records, but for their numbers, fit together.
+    Parts whose records differ in their numbers alone fit together.
     """
     part = documents.part if isinstance(documents, DocumentReader) else None
     if held_out is None:

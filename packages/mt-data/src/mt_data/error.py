@@ -11,7 +11,7 @@ _LONGEST = 2000
 
 
 class DataError(UserError, ValueError):
-    """Data or arguments are wrong; the message says how to fix it."""
+    """Data or arguments are wrong; the message says how to fix the problem."""
 
     def __init__(self, message: str) -> None:
         super().__init__(shorten(message, _LONGEST))
@@ -35,14 +35,14 @@ class DataFileError(DataError):
 
 
 def at_least(minimum: int, **sizes: int) -> None:
-    """Refuse sizes below a minimum; the error has the name."""
+    """Refuse sizes below a minimum; the error has the argument's name."""
     for name, size in sizes.items():
         if size < minimum:
             raise DataError(f"{name} is {size}; it must be at least {minimum}")
 
 
 def one_of(kind: object, **values: object) -> None:
-    """Refuse values that are none of a `Literal`; the error has the name."""
+    """Refuse values outside a `Literal`; the error has the argument's name."""
     for name, value in values.items():
         if value not in get_args(kind):
             choices = ", ".join(get_args(kind))

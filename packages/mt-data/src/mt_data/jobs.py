@@ -24,10 +24,10 @@ def run_jobs(jobs: Sequence[Callable[[], T]], on: Where, *, workers: int, what: 
 
     Args:
         jobs: Functions that can be pickled, such as methods of a value of plain values.
-        on: Where they run: in processes of this machine, or on the Ray cluster of `RAY_ADDRESS`,
-            else on Ray on this machine.
-        workers: Number of processes; Ray chooses its own.
-        what: The command, for a message that Ray is missing.
+        on: Place of the jobs: processes of this machine, or the Ray cluster of `RAY_ADDRESS`, or
+            without an address Ray on this machine.
+        workers: Number of processes; Ray chooses its own number.
+        what: Name of the command, for the error that Ray is missing.
 
     Raises:
         DataError: `workers` is below 1, or the process of a job was killed.

@@ -1,4 +1,4 @@
-"""Joining of datasets, such as the parts that several machines built, into one."""
+"""Joining datasets, such as parts built on several machines, into one."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def merge_datasets(
     """Join datasets of one tokenizer into one; all their tokens are read and checked.
 
     The parts of one source (`read_documents(..., part=)`) are joined in their order, whatever the
-    order of `prefixes`, and must all be there: the result has every byte that one process would
-    have written. Other datasets are joined as given.
+    order of `prefixes`, and none may be missing: the result has the same bytes as a build in one
+    process. Other datasets are joined in the given order.
 
     Args:
         prefixes: Paths of the datasets, without ending.
@@ -73,7 +73,7 @@ def merge_datasets(
 
 
 def _in_order(datasets: Sequence[IndexedDataset]) -> list[IndexedDataset]:
-    """Return parts of one source in their order; datasets that are no parts as they are."""
+    """Return parts of one source in their order; keep the order of other datasets."""
     parts = [_part_of(dataset) for dataset in datasets]
     first = parts[0]
     for dataset, part in zip(datasets, parts, strict=True):
@@ -93,7 +93,7 @@ def _in_order(datasets: Sequence[IndexedDataset]) -> list[IndexedDataset]:
 
 
 def _part_of(dataset: IndexedDataset) -> tuple[int, int, str] | None:
-    """Return a part's number, the count of parts, and what is equal in all of them."""
+    """Return a part's number, the count of parts, and the identity that all parts share."""
     part = (dataset.metadata() or {}).get("part")
     match part:
         case None:
@@ -116,7 +116,7 @@ def _name(part: tuple[int, int, str] | None) -> str:
 def _common(
     datasets: Sequence[IndexedDataset], records: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the record of the whole: what is equal in all, and the sums of what is counted."""
+    """Return the record of the joined dataset: the common fields, and the sums of the counts."""
     for dataset, record in zip(datasets, records, strict=True):
         for key in EQUAL:
             mine, other = record.get(key), records[0].get(key)

@@ -1,4 +1,4 @@
-"""The process that builds shards beside a program that reads them: `Shards.building` starts it."""
+"""The child process of `Shards.building`, which builds shards while the parent reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NICE = 5
 
 
 def main() -> None:
-    """Read a task from standard input, and end at once when that ends."""
+    """Read a task from standard input, and exit as soon as standard input ends."""
     content = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_input, daemon=True).start()
     task = parse_json(content, name="the task")

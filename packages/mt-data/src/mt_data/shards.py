@@ -1,4 +1,4 @@
-"""A corpus in shards, which are built one after the other, perhaps while the first are read."""
+"""A corpus in shards, built one after the other, even while the first ones are read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ShardPlan:
     """A corpus in shards of equal size, each a sample of blocks of the whole corpus.
 
     A shard is a dataset of `build_corpus` in the folder, with its held-out documents beside it. It
-    is there as a whole or not at all, and has the same bytes whenever it is built.
+    appears as a whole or not at all, and has the same bytes whenever it is built.
 
     Attributes:
         sources: Files, folders or globs.
@@ -61,10 +61,10 @@ class ShardPlan:
     def of(
         cls, sources: tuple[str, ...], *, glob: str, shard_bytes: int, held_out: HeldOut
     ) -> ShardPlan:
-        """Return the plan of a corpus, of which the first documents are read.
+        """Return the plan of a corpus, after a read of its first documents.
 
-        A shard has `shard_bytes` of the source, and about 200 documents at least, so that some are
-        held out of the first; there are at most 6,250 shards.
+        A shard has `shard_bytes` of the source, and at least about 200 documents, so that some are
+        held out of the first shard; there are at most 6,250 shards.
         """
         at_least(1, shard_bytes=shard_bytes)
         reader = read_documents(sources, glob=glob)
@@ -76,7 +76,7 @@ class ShardPlan:
         return cls(**{**vars(plan), "digest": plan.found_digest()})
 
     def documents(self, shard: int) -> DocumentReader:
-        """Read the documents of a shard, numbered from 0, held-out ones too."""
+        """Read the documents of a shard, numbered from 0, including held-out ones."""
         part = Part(number=shard + 1, count=self.count, blocks=BLOCKS)
         return read_documents(self.sources, glob=self.glob, part=part)
 
@@ -90,7 +90,7 @@ class ShardPlan:
         return partial(read, held_out=False), partial(read, held_out=True)
 
     def found_digest(self) -> str:
-        """Return the digest of the sources as they are now."""
+        """Return the current digest of the sources."""
         part = self.documents(0).part
         return "" if part is None else str(part["sources"])
 
@@ -116,7 +116,7 @@ class ShardPlan:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, of which `build` makes the plan."""
+        """Return plain values, from which `plan_from` makes the plan."""
         return asdict(self)
 
 
@@ -133,7 +133,7 @@ def is_built(folder: Path, shard: int) -> bool:
 def build_shards(plan: ShardPlan, folder: Path, tokenizer: Tokenizer) -> None:
     """Build the missing shards, in their order.
 
-    One process at a time builds in a folder; another one waits for it, and goes on.
+    One process at a time builds in a folder; another process waits for it, and continues.
 
     Raises:
         DataError: A document can't be read, or the sources have changed since the plan was made.
@@ -152,7 +152,7 @@ def build_shards(plan: ShardPlan, folder: Path, tokenizer: Tokenizer) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Wait until no other process builds in a folder; where there are no locks, all of them do."""
+    """Wait until no other process builds in a folder; without locks all processes build."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @dataclass(kw_only=True, eq=False)
 class Shards:
-    """The shards of a folder, for a reader that waits for the ones that are not there yet.
+    """The shards of a folder, for a reader that waits for unfinished ones.
 
     Attributes:
         plan: The plan.
@@ -178,21 +178,21 @@ class Shards:
 
     @property
     def num_built(self) -> int:
-        """Number of shards that are built."""
+        """Number of finished shards."""
         return sum(is_built(self.folder, shard) for shard in range(self.plan.count))
 
     @property
     def identity(self) -> list[object]:
-        """JSON values that name the source, how it is cut, and the tokens of its first shard."""
+        """JSON values that name the source, its division, and the tokens of its first shard."""
         rule = asdict(self.plan.held_out)
         first = self.open(0).fingerprint
         return [self.plan.digest, self.plan.count, BLOCKS, self.plan.glob, rule, first]
 
     def open(self, shard: int) -> IndexedDataset:
-        """Open a shard, once it is there, and compare its files with the recorded digests.
+        """Wait for a shard, open it, and compare its files with the recorded digests.
 
         Raises:
-            DataError: It can't be built, or it is damaged.
+            DataError: The shard can't be built, or it is damaged.
         """
         self._wait(shard)
         dataset = IndexedDataset(shard_prefix(self.folder, shard))
@@ -204,18 +204,18 @@ class Shards:
 
         Args:
             tokenizer: File of the tokenizer.
-            eod: Its end-of-document token, where it has several that may.
+            eod: Its end-of-document token, if it has several candidates.
         """
         if self.num_built < self.plan.count:
             build_shards(self.plan, self.folder, load_tokenizer(tokenizer, eod=eod))
 
     @contextlib.contextmanager
     def building(self, tokenizer: Path, *, eod: str | None = None) -> Iterator[None]:
-        """Build the missing shards in a process of its own, which ends with the block or with us.
+        """Build the missing shards in a child process, which ends with the block or with us.
 
         Args:
             tokenizer: File of the tokenizer.
-            eod: Its end-of-document token, where it has several that may.
+            eod: Its end-of-document token, if it has several candidates.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
@@ -226,7 +226,7 @@ class Shards:
             yield
 
     def close(self) -> None:
-        """End all waiting for shards, which is an error of who waits."""
+        """End all waiting for shards; each waiting call raises an error."""
         self._closed.set()
 
     def _wait(self, shard: int) -> None:
@@ -245,7 +245,7 @@ class Shards:
 
 @contextlib.contextmanager
 def _process(task: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run this module's `serve` in another process, which ends when its input does."""
+    """Run `mt_data.shard_process` as a child process, which ends when its input ends."""
     command = [sys.executable, "-P", "-m", "mt_data.shard_process"]
     # A session of its own: Ctrl-C asks the trainer to stop, which may still need a shard for it.
     with subprocess.Popen(  # noqa: S603 - our own module
@@ -264,11 +264,11 @@ def plan_from(plain: object) -> ShardPlan:
     """Return the plan of plain values.
 
     Raises:
-        SchemaError: They are no plan.
+        SchemaError: The values are no plan.
     """
     return build(ShardPlan, plain)
 
 
 def note_failure(folder: Path, text: str) -> None:
-    """Tell all who wait for a shard that it won't come."""
+    """Record a failure, so that each process that waits for a shard stops waiting."""
     write_file(folder / _FAILED, text)

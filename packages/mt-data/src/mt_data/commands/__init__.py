@@ -1,1 +1,1 @@
-"""What `mt-data` does: one module for each subject."""
+"""The subcommands of `mt-data`, one module for each subject."""

@@ -44,10 +44,10 @@ class Build:
         workers: Number of processes that encode, or that build parts.
         part: Build one of several equal parts, such as 3/16, on one of several machines; `mt-data
             merge` joins them.
-        parts: Number of parts to build. They are kept in OUT.parts until all are there, so a build
-            that was killed goes on with the missing ones.
+        parts: Number of parts to build. They are kept in OUT.parts until all parts are complete, so
+            a killed build goes on with the missing parts.
         held_out: Share of the documents to hold out, between 0 and 1: they go to a second dataset,
-            OUT-validation. Which they are is decided by a hash of each one's content.
+            OUT-validation. A hash of its content decides whether a document is held out.
         on: Where parts are built: in processes, or on a Ray cluster that shares the file system.
         progress: Show progress even if standard error is not a terminal.
     """
@@ -112,7 +112,7 @@ class Build:
         say(f"encoded by {built.encoder}")
 
     def _goes_on(self, out: Path) -> bool:
-        """Return whether this is the build of parts that was killed while it wrote its dataset."""
+        """Return whether an earlier build of parts was killed before its dataset was complete."""
         is_begun = self.parts is not None and parts_folder(out).is_dir()
         return is_begun and not Path(f"{out}.idx").exists()
 

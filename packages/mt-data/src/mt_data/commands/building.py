@@ -1,4 +1,4 @@
-"""The building of a dataset, or of a part of one, in this process."""
+"""Building a dataset, or a part of a dataset, in this process."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ SHOWN = 20
 
 
 class Skipped:
-    """The number of skipped lines and files, and the errors of the first few."""
+    """Number of skipped lines and files, and the errors of the first few."""
 
     def __init__(self) -> None:
         self.count = 0
         self.first: list[DataFileError] = []
 
     def add(self, error: DataFileError) -> None:
-        """Count one, and keep its error if it is of the first."""
+        """Count a skipped line or file, and keep its error if it is among the first."""
         self.count += 1
         if len(self.first) < SHOWN:
             self.first.append(error)
 
     def join(self, other: Skipped) -> None:
-        """Count what another part skipped."""
+        """Add the counts of another part."""
         self.count += other.count
         self.first += other.first[: SHOWN - len(self.first)]
 
     def say(self) -> None:
-        """Name the first ones on standard error."""
+        """Print the first errors to standard error."""
         for error in self.first:
             say(f"skipped {error}", stream=sys.stderr)
         if self.count > len(self.first):
@@ -48,12 +48,12 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What a build did.
+    """The result of a build.
 
     Attributes:
         stats: Counts of the dataset.
-        skipped: What was skipped.
-        encoder: The library that encoded.
+        skipped: Skipped lines and files.
+        encoder: Name of the encoding library.
     """
 
     stats: CorpusStats
@@ -82,7 +82,7 @@ class Recipe:
         return prefixes(self.out, self.held_out)
 
     def reader(self, skipped: Skipped) -> DocumentReader:
-        """Open the sources, or the part of them."""
+        """Open the sources, or a part of them."""
         return read_documents(
             self.sources,
             key=self.key,
@@ -93,7 +93,7 @@ class Recipe:
         )
 
     def some(self, documents: DocumentReader, skipped: Skipped) -> Iterator[Document]:
-        """Yield the documents; refuse a source that has none."""
+        """Yield the documents; raise an error if there is none."""
         first = next(documents, None)
         name = " ".join(self.sources)
         if first is None and skipped.count:

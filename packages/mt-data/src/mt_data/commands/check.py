@@ -1,4 +1,4 @@
-"""`mt-data check`: what a file of conversations holds, and what is wrong in it."""
+"""`mt-data check`: the content of files of conversations, and their wrong lines."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MOST_TEMPLATE = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Run a chat template over files of conversations, and print what would be learnt.
+    """Run a chat template over files of conversations, and print the learnt text.
 
-    It ends with 2 if a line is wrong, and names the first lines that are.
+    The exit status is 2 if a line is wrong; the first wrong lines are named.
 
     Attributes:
         files: Files of JSON lines, JSON, parquet or Arrow, or folders of them, with messages,
@@ -33,7 +33,7 @@ class Check:
         template: File of the chat template; by default the one in the tokenizer's folder.
         eod: The special token that ends a document, if the tokenizer has none of the usual ones.
         sequence_length: Number of tokens of a row; without it no conversation is too long.
-        too_long: What becomes of longer conversations: refuse, drop or cut.
+        too_long: Treatment of longer conversations: refuse, drop or cut.
         show: Number of conversations to print, with the learnt text between [[ and ]].
     """
 
@@ -83,7 +83,7 @@ class Check:
 
 
 def chat_template(tokenizer: Tokenizer, file: Path | None, folder: Path) -> ChatTemplate | None:
-    """Return the chat template of a file, else the one of a folder, if it has one.
+    """Return the chat template in a file, else the one in a folder; None without either.
 
     Raises:
         FileError: A file can't be read.
@@ -95,7 +95,7 @@ def chat_template(tokenizer: Tokenizer, file: Path | None, folder: Path) -> Chat
 
 
 def _parts(found: Rendered) -> list[tuple[bool, list[int]]]:
-    """Return the runs of tokens that are learnt, and those that are not."""
+    """Return runs of tokens, each with whether it is learnt."""
     pairs = zip((weight > 0 for weight in found.trained), found.ids, strict=True)
     runs = groupby(pairs, key=lambda pair: pair[0])
     return [(is_learnt, [number for _, number in run]) for is_learnt, run in runs]

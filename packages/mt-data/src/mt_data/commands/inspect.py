@@ -1,4 +1,4 @@
-"""`mt-data peek` and `mt-data stats`: what a dataset holds."""
+"""`mt-data peek` and `mt-data stats`: the content of a dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mt-data build --parts` and `mt-data merge`: a dataset that is built part by part."""
+"""`mt-data build --parts` and `mt-data merge`: building and joining parts of a dataset."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Job(NamedTuple):
 def build_in_parts(
     whole: Recipe, count: int, on: Where, tokenizer: Tokenizer, progress: Progress
 ) -> Built:
-    """Build the parts that are not there yet, side by side, then join them into one dataset."""
+    """Build the missing parts side by side, then join all parts into one dataset."""
     if STANDARD_INPUT in whole.sources:
         raise DataError("standard input can't be read in parts; give files")
     sources = tuple(map(absolute_path, whole.sources))
@@ -100,12 +100,12 @@ def build_in_parts(
 
 
 def parts_folder(out: Path) -> Path:
-    """Return the folder of a build's parts, which goes when they are joined."""
+    """Return the folder of a build's parts, which is removed after they are joined."""
     return Path(f"{out}.parts").absolute()
 
 
 def _is_built(recipe: Recipe, tokenizer: Tokenizer) -> bool:
-    """Return whether a part is complete, of the same files, and encoded by the same tokenizer."""
+    """Return whether a part is complete and has the same source files and tokenizer."""
     expected = {"tokenizer_sha256": tokenizer.sha256, "eod_token": tokenizer.eod_token}
     parts = part_records(recipe.reader(Skipped()), recipe.held_out)
     for prefix, part in zip(recipe.prefixes, parts, strict=True):
@@ -121,7 +121,7 @@ def _is_built(recipe: Recipe, tokenizer: Tokenizer) -> bool:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder of parts against another build of the same dataset."""
+    """Lock a folder of parts against another build of the same dataset."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:

@@ -79,13 +79,13 @@ class GatheredRow(Mapping[str, NDArray]):
     """A row with arrays that its data set makes later: for all rows of a batch at once, or alone.
 
     Args:
-        dataset: Data set that makes them.
-        arrays: Arrays that are there.
-        later: Names of the arrays that are made later.
-        content: What the data set makes them of.
+        dataset: Data set that makes the later arrays.
+        arrays: Existing arrays.
+        later: Names of the later arrays.
+        content: Source of the later arrays, for the data set.
 
     Attributes:
-        content: As given.
+        content: Source of the later arrays.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class GatheredRow(Mapping[str, NDArray]):
         self._arrays, self._names, self._lacking = arrays, (*arrays, *later), set(later)
 
     def keep(self, **arrays: NDArray) -> None:
-        """Take arrays that were made."""
+        """Store later arrays."""
         self._arrays.update(arrays)
         self._lacking.difference_update(arrays)
 
     def lacks(self, names: Collection[str]) -> bool:
-        """Tell whether one of some arrays is not made yet."""
+        """Return whether one of the named arrays does not exist yet."""
         return not self._lacking.isdisjoint(names)
 
     def __getitem__(self, name: str) -> NDArray:
@@ -124,7 +124,7 @@ class Gathering(Protocol):
 
 
 def empty_array(field: RowField, sizes: Mapping[str, int]) -> NDArray:
-    """Return the array of a row with nothing in it."""
+    """Return the array of an empty row."""
     shape = [sizes[dim] for dim in field.dims]
     return np.full([0, *shape[1:]] if field.joined else shape, field.fill, field.dtype)
 
@@ -139,7 +139,7 @@ class Rows:
             a label that belongs to the next document does not count, so the model learns each
             document as if it stood alone.
         parts: Positions [begin, end) of each row that this rank holds, in order; None means all.
-        stages: Stages of a pipeline that this rank has. What none of them reads is not read here
+        stages: Stages of a pipeline on this rank. Fields that none of them reads are not read here
             either: a middle stage gets the `fill` of tokens, and knows only which labels count.
     """
 
@@ -192,7 +192,7 @@ class Rows:
         return np.concatenate([np.arange(begin, end) for begin, end in parts])
 
     def _scaled(self, length: int, *, of: int) -> NDArray[np.int64]:
-        """Return this rank's positions in rows of another length, scaled to the same share."""
+        """Return this rank's positions in rows of another length, scaled in proportion."""
         ends = [[end * length / of for end in part] for part in self.parts or ((0, of),)]
         if any(end % 1 for part in ends for end in part):
             raise DataError(
@@ -370,7 +370,7 @@ def count_labels(batches: Sequence[MicroBatch], name: str = "labels") -> int:
 
 
 def _gather(rows: Sequence[GatheredRow], names: Collection[str]) -> None:
-    """Make the named arrays that rows lack, of each data set together."""
+    """Make the named arrays that rows lack, for all rows of a data set together."""
     lacking: dict[int, list[GatheredRow]] = {}
     for row in rows:
         if row.lacks(names):
@@ -382,7 +382,7 @@ def _gather(rows: Sequence[GatheredRow], names: Collection[str]) -> None:
 def _check_arrays(
     field: RowField, arrays: Sequence[NDArray], sizes: Mapping[str, int], what: str
 ) -> None:
-    """Refuse arrays of rows that are not as the data set declares them."""
+    """Check that arrays of rows have the shape and dtype that the data set declares."""
     dtype, dims = np.dtype(field.dtype), tuple(sizes[dim] for dim in field.dims)
     for array in arrays:
         if array.shape[field.joined :] != dims[field.joined :] or array.dtype != dtype:

@@ -36,7 +36,7 @@ def _shares(weights: ArrayLike) -> NDArray[np.float64]:
     """Return weights that sum to 1.
 
     Raises:
-        DataError: There are none or too many, or one of them is not above 0.
+        DataError: There are no weights or too many, or a weight is not above 0.
     """
     shares = np.asarray(weights, np.float64)
     if shares.ndim != 1 or not 1 <= len(shares) <= MAX_DATASETS:
@@ -51,7 +51,7 @@ def _shares(weights: ArrayLike) -> NDArray[np.float64]:
 
 
 class SplitOrder:
-    """The dataset of each sample of a blend, found without those of the samples before.
+    """The dataset of each sample of a blend, found without the choices of earlier samples.
 
     The datasets are the leaves of a Huffman tree of their weights. Of the first m samples of a
     node, its lighter branch has `round(m * share)`: so a sample's way to its leaf, and its number
@@ -178,11 +178,11 @@ def order_of(name: Order, weights: ArrayLike) -> SplitOrder | BlendOrder:
 
 
 class ChosenSamples(ABC):
-    """Samples that are each of one of several data sets.
+    """Samples drawn from several data sets.
 
     Args:
         datasets: At least one data set.
-        num_samples: `len` of all of them together.
+        num_samples: `len` of the result.
 
     Shape:
         - `dataset[i]`: the shape of the data sets' samples.
@@ -232,7 +232,7 @@ class BlendedDataset(ChosenSamples):
         weights: Share of each dataset.
         num_samples: `len` of the blend.
         order: `split` finds any sample at once (`SplitOrder`); `shortfall` is Megatron-LM's rule,
-            which has to choose for all samples before (`BlendOrder`).
+            which must choose all earlier samples first (`BlendOrder`).
     """
 
     def __init__(

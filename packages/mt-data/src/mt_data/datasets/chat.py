@@ -1,4 +1,4 @@
-"""Rows of conversations, of which the assistant's turns are learnt."""
+"""Rows of conversations, with labels on the assistant's turns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chat_fields(*, packed: bool, weighted: bool = False) -> tuple[RowField, ...]
 
 
 class RenderedRows(PackedRows):
-    """Rows of whole conversations that are tokens already, with the weights of their labels.
+    """Rows of whole, tokenized conversations, with the weights of their labels.
 
     Attention, positions and labels of a packed row stay within each conversation.
 
@@ -124,7 +124,7 @@ class RenderedRows(PackedRows):
 
 
 class ChatDataset(RenderedRows):
-    """Rows of whole conversations, of which the assistant's turns are learnt.
+    """Rows of whole conversations, with labels on the assistant's turns.
 
     A line of JSON has `messages` (with `tools`), `prompt` and `completion` (texts or messages), or
     ShareGPT's `conversations`. All are rendered once and kept in memory, 8 bytes a token.
@@ -139,24 +139,24 @@ class ChatDataset(RenderedRows):
         tokenizer: The tokenizer.
         template: Chat template with this tokenizer; needed for messages.
         sequence_length: Number of tokens of a row.
-        packing: How conversations share rows.
-        too_long: Whether a conversation that is longer than a row is refused with its line,
-            dropped, or cut.
+        packing: Packing of conversations into rows.
+        too_long: Treatment of conversations longer than a row: `refuse` with the line, `drop` or
+            `cut`.
         seed: Seed of the order.
 
     Attributes:
-        window: Number of conversations that are packed together.
-        report: What the files hold, and what was left out.
+        window: Number of conversations to pack together.
+        report: Counts of kept and of left-out conversations.
         is_weighted: Whether the rows have `label_weights`.
 
     Raises:
         DataError: A line is no conversation or is refused, or there is nothing to learn.
 
     Shape:
-        - `row(i)`: `tokens`, `labels` [sequence_length], -100 for what is not learnt; packed rows
-          also have `documents`, the number of each token's conversation, -100 behind the last, and
-          `positions`, its place in the conversation; int64. `label_weights` [sequence_length]
-          float32
+        - `row(i)`: `tokens`, `labels` [sequence_length], -100 without a loss; packed rows also have
+           `documents`, the number of each token's conversation, -100 after the last, and
+           `positions`, its place in the conversation; int64. `label_weights` [sequence_length]
+           float32
     """
 
     def __init__(

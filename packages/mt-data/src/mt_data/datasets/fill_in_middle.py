@@ -1,4 +1,4 @@
-"""Samples of text in another order, by which a model learns to fill in the middle."""
+"""Samples of rearranged text, from which a model learns to fill in the middle."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _PROBES = ("a", " B\n\n\t\u00e9")  # no letter may change, and no space may come
 class FillInMiddleDataset(GPTDataset):
     """Samples of a `GPTDataset` in which some texts have their middle at the end.
 
-    The part of a document in a sample is a text. Two characters of it, drawn uniformly, are where
-    it is cut, and the three pieces are encoded anew:
+    The part of a document in a sample is a text. The text is cut at two characters, drawn
+    uniformly, and the three pieces are encoded anew:
 
         PSM  [prefix] prefix [suffix] suffix [middle] middle
         SPM  [prefix] [suffix] suffix [middle] prefix middle
 
     An end-of-document token stays the last one. The text keeps its number of tokens: the end of the
-    suffix, and where it is shorter the beginning of the prefix, makes room for the three special
-    tokens. A text without that room, or with another special token, stays as it is. What is drawn
-    depends on the seed, the epoch, the document and the text's place in it alone.
+    suffix, and if the suffix is too short the beginning of the prefix, makes room for the three
+    special tokens. A text without room, or with another special token, stays unchanged. Random
+    choices depend on the seed, the epoch, the document and the text's place in it alone.
 
     Args:
         indexed: The source of tokens.
         tokenizer: The tokenizer of the tokens, which is byte-level.
-        fill: The share and the form of the texts that are cut.
+        fill: The share and the form of the rearranged texts.
         options: Further arguments of `GPTDataset`.
 
     Raises:
@@ -72,7 +72,7 @@ class FillInMiddleDataset(GPTDataset):
         return tokens[begin:end]
 
     def _arranged(self, tokens: NDArray[np.int64], key: tuple[int, ...]) -> NDArray[np.int64]:
-        """Return as many tokens: the text in another order, or as it is."""
+        """Return the text rearranged or unchanged, with the same number of tokens."""
         bits = random_bits(4, self._seed, "fill in the middle", *key) >> np.uint64(11)
         is_cut, is_spm, *cuts = bits.astype(np.float64) * 2.0**-53
         if is_cut >= self._fill.rate:

@@ -24,7 +24,7 @@ SHARED_FROM = 1_000_000
 
 @cache  # each row asks for them
 def text_fields(*, packed: bool) -> tuple[RowField, ...]:
-    """Return the arrays of a row that is cut from running text.
+    """Return the arrays of a row of running text.
 
     Args:
         packed: Whether attention stays within documents.

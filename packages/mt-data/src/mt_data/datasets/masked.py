@@ -55,7 +55,7 @@ class MaskedVocabulary:
             names: Names of `cls`, `sep`, `mask` and `pad` that differ from `[CLS]` and so on.
 
         Raises:
-            DataError: The tokenizer lacks one, or two of them are the same.
+            DataError: The tokenizer lacks a special token, or two special tokens are the same.
         """
         ids = special_ids(tokenizer, {**_NAMES, **(names or {})})
         special = np.array(sorted(tokenizer.special_tokens.values()), np.int64)

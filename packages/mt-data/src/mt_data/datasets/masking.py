@@ -59,7 +59,7 @@ class Masking:
         return shares / shares.sum()
 
     def identity(self) -> dict[str, object]:
-        """Return the fields that decide rows, without the fields of spans where there are none."""
+        """Return the fields that decide rows; without spans, the fields of spans are left out."""
         fields = asdict(self)
         if self.spans == "none":
             del fields["spans"], fields["longest"]
@@ -71,13 +71,14 @@ class Masking:
         starts: NDArray[np.bool_],
         draw: Callable[[str], NDArray[np.float64]],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the places of the tokens to predict, in order, and those that decide on each.
+        """Return the places of the tokens to predict, in order, and the deciding place of each.
 
-        In a span the first token decides what all of them become; else each decides for itself.
+        The first token of a span decides the replacement of the whole span; without spans each
+        token decides its own.
 
         Args:
             places: Places of the ordinary tokens in a row, [N].
-            starts: Whether each of them begins a word, [N].
+            starts: Whether each ordinary token begins a word, [N].
             draw: Function that returns N numbers in [0, 1) for a purpose.
         """
         if not len(places):
@@ -109,16 +110,16 @@ def _spans(
     lengths: NDArray[np.int64],
     count: int,
 ) -> list[tuple[int, int]]:
-    """Return spans of at most `count` tokens together, but at least one of them.
+    """Return at least one span; several spans have at most `count` tokens together.
 
-    A span is shortened until it fits and stays in one run of text, and left out where it would
+    A span is shortened until it fits and stays in one run of text, and left out if it would
     overlap another.
 
     Args:
         begins: First token of each word (or of each token as a word), and the number of tokens.
-        runs: Number of the run of text in which each word stands.
+        runs: Number of the run of text of each word.
         order: Words in the order in which spans begin with them.
-        lengths: Number of words of the span that begins with each.
+        lengths: Number of words of the span that begins with each word.
         count: Number of tokens to choose.
     """
     spans: list[tuple[int, int]] = []

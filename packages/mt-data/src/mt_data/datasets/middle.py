@@ -1,4 +1,4 @@
-"""The form of texts whose middle is to be filled in; it is read without numpy."""
+"""The form of texts for fill-in-the-middle training; a module without numpy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from mt_files import Checks, shorten
 
 @dataclass(frozen=True, kw_only=True)
 class FillInMiddle:
-    """The share and the form of texts whose middle is to be filled in (Bavarian et al., 2022).
+    """The share and the form of rearranged texts for fill-in-the-middle (Bavarian et al., 2022).
 
     Attributes:
-        rate: Share of the texts that are cut in three; the others stay as they are.
-        spm_rate: Share of these in the order suffix, prefix, middle (SPM); the others have prefix,
-            suffix, middle (PSM).
-        prefix: Name of the special token before the prefix, and before all three.
-        suffix: The one before the suffix.
-        middle: The one behind which the middle is written.
+        rate: Share of the texts to cut in three; other texts stay unchanged.
+        spm_rate: Share of the cut texts in the order suffix, prefix, middle (SPM); the others have
+            the order prefix, suffix, middle (PSM).
+        prefix: Name of the special token at the beginning.
+        suffix: Name of the special token before the suffix.
+        middle: Name of the special token after which a model writes the middle.
     """
 
     rate: float = 0.5

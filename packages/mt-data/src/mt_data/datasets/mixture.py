@@ -26,7 +26,7 @@ class MixtureSource:
 
     Attributes:
         fingerprint: Digest of the tokens and their order.
-        weight: Share of the mixture; the shares sum to 1. A source of share 0 gives nothing.
+        weight: Share of the mixture; the shares sum to 1. A source of share 0 gives no samples.
         start: Number of its samples that the run took before this mixture began.
     """
 
@@ -44,15 +44,15 @@ class MixtureSource:
 class Mixture:
     """Data sets of a run and their shares, from some sample on.
 
-    When sources or shares change, a new mixture begins: each source that stays, or comes back, goes
-    on where it was; a new one starts at its first sample. So nothing is repeated before its source
-    is through.
+    When sources or shares change, a new mixture begins: each source that stays, or comes back,
+    continues at its next sample; a new source starts at its first sample. So no sample is repeated
+    before the epoch of its source ends.
 
     Attributes:
         start: Number of the run's samples before this mixture.
         sources: Data sets in the mixture.
         resting: Former data sets; `start` is the sample where each would continue.
-        order: Order of the sources' samples; `shortfall` in checkpoints that do not say.
+        order: Order of the sources' samples; `shortfall` in checkpoints without this field.
     """
 
     start: int = 0
@@ -78,7 +78,7 @@ class Mixture:
 
     @property
     def choice(self) -> SplitOrder | BlendOrder:
-        """The source of each sample, as its number among those that give samples."""
+        """The source of each sample, numbered among the sources that give samples."""
         return order_of(self.order, [s.weight for s in self.sources if s.weight > 0])
 
     def taken(self, samples: int) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Mixture:
         return self.counted(self.choice.counts(samples - self.start))
 
     def counted(self, counts: NDArray[np.int64]) -> tuple[int, ...]:
-        """Add the counts of the sources that give samples to what all of them gave before."""
+        """Return the samples of each source: `start`, plus its count if it gives samples."""
         own = iter(counts.tolist())
         return tuple(
             source.start + (next(own) if is_drawn else 0)
@@ -127,7 +127,7 @@ class MixedSamples(ChosenSamples):
         datasets: Data sets, in the order of the mixture's sources.
         mixture: Mixture since the last change of sources.
         num_samples: Number of samples in the whole run.
-        later: Mixtures that follow it, by their `start`, of the same data sets.
+        later: Following mixtures of the same data sets, ordered by their `start`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class MixedSamples(ChosenSamples):
         return self.mixtures[self._at(samples)]
 
     def taken(self, samples: int) -> tuple[int, ...]:
-        """Count what each data set gave to the first `samples` samples of the run."""
+        """Return the number of samples of each data set among the run's first `samples`."""
         at = self._at(samples)
         return self.mixtures[at].counted(self._choices[at].counts(samples - self._starts[at]))
 
@@ -231,7 +231,7 @@ def mixed(
     num_samples: int,
     later: Sequence[Mixture] = (),
 ) -> MixedSamples:
-    """Return the samples of a run, or its rows where the data sets make rows themselves."""
+    """Return the samples of a run, or its rows if the data sets make rows themselves."""
     kind = MixedRows if isinstance(datasets[0], RowDataset) else MixedSamples
     return kind(datasets, mixture, num_samples=num_samples, later=later)
 

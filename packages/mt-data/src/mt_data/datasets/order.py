@@ -89,7 +89,7 @@ class StableOrder:
         return built
 
     def _prepare(self, epoch: int) -> None:
-        """Make and map an epoch's stream; an error is for the one who needs it."""
+        """Make and map the stream of an epoch; an error is raised by the call that needs it."""
         with suppress(DataFileError, FileError, OSError):
             self._ready = {epoch: self._stream(epoch)}
 

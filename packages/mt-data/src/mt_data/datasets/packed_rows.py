@@ -18,14 +18,14 @@ RowPacking: TypeAlias = Literal["best-fit", "none"]
 
 
 class PackedRows(RowDataset):
-    """Rows of whole items, which a subclass writes into each.
+    """Rows of whole items; a subclass writes the items into a row.
 
     With `packing="best-fit"` the items of an epoch are shuffled and taken in windows, whose items
     fill rows by best fit. The rows of a window follow from seed, epoch and window alone. With
     `"none"` a row is one item.
 
     Attributes:
-        window: Number of items that are packed together.
+        window: Number of items to pack together.
     """
 
     window: ClassVar[int] = 4096
@@ -45,9 +45,9 @@ class PackedRows(RowDataset):
         Args:
             lengths: Length of each item, 1 to `size`.
             size: Room of a row.
-            packing: How items share rows.
+            packing: Packing of items into rows.
             seed: Seed of the order.
-            name: Name of the items, which the order depends on too.
+            name: Name of the items; the order depends on it too.
             identity: Everything else that decides the rows, as JSON values.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Best-fit packing: which lengths share a row, so that rows of equal length have little padding."""
+"""Best-fit packing of items into rows of equal length with little padding."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _WINDOWS_IN_MEMORY = 4
 
 
 def best_fit(lengths: ArrayLike, size: int) -> list[NDArray[np.int64]]:
-    """Return the numbers of the lengths in each row, by best fit decreasing.
+    """Return the numbers of the items in each row, by best fit decreasing.
 
-    The longest comes first, and each goes into the row that it fills best: the one with the least
-    room in which it fits, and of equal ones the row used last. A row needs one lookup in a set of
-    bits, so a million lengths take about a second.
+    Items are placed from the longest to the shortest. Each goes into the row with the least room
+    that fits it, and of several such rows into the one used last. A row needs one lookup in a set
+    of bits, so a million lengths take about a second.
 
     Args:
         lengths: Length of each item, 1 to `size`.
@@ -68,7 +68,7 @@ def best_fit(lengths: ArrayLike, size: int) -> list[NDArray[np.int64]]:
 
 
 class PackedOrder:
-    """Which items share each row, in an endless stream of epochs.
+    """The items of each row, in an endless stream of epochs.
 
     The items of an epoch are shuffled and taken in windows, whose items fill rows by best fit. The
     rows of a window follow from seed, epoch and window alone.
@@ -76,9 +76,9 @@ class PackedOrder:
     Args:
         lengths: Length of each item, 1 to `size`.
         size: Room of a row; None puts one item in each row.
-        window: Number of items that are packed together.
+        window: Number of items to pack together.
         seed: Seed of the order.
-        name: Name of the items, which the order depends on too.
+        name: Name of the items; the order depends on it too.
 
     Shape:
         - lengths: [N]

@@ -25,35 +25,35 @@ _Tokens: TypeAlias = NDArray[np.int32]
 class PairDataset(PackedRows):
     """Rows of prompts for an encoder and of completions for a decoder.
 
-    A line of JSON has `prompt` and `completion`, two texts, each of which the end-of-document token
-    ends. All are tokenised once and kept in memory, 4 bytes a token. The padding of a row is seen
-    by no token.
+    A line of JSON has the texts `prompt` and `completion`; the end-of-document token ends each. All
+    pairs are tokenized once and kept in memory, 4 bytes a token. No token sees the padding of a
+    row.
 
-    With `packing="best-fit"` a row has several pairs, and attention stays within each; the larger
-    one of the shares that a pair takes of both lengths counts. With `"none"` a row is one pair.
+    With `packing="best-fit"` a row has several pairs, and attention stays within each; the size of
+    a pair is the larger of its shares of both lengths. With `"none"` a row is one pair.
 
     Args:
         source: A file of pairs (JSON lines, JSON, parquet, Arrow), a folder of them, or several.
         tokenizer: The tokenizer.
         lengths: Number of tokens of the encoder's and of the decoder's sequence.
         start: Id at the start of the decoder's sequence, also used as padding.
-        packing: How pairs share rows.
-        too_long: What becomes of a pair of which a text is longer than a row: it is refused with
-            its line, dropped, or both texts are cut.
+        packing: Packing of pairs into rows.
+        too_long: Treatment of a pair with a text longer than a row: `refuse` with the line, `drop`,
+            or `cut` both texts.
         seed: Seed of the order.
 
     Attributes:
-        num_dropped: Number of pairs that were left out.
-        num_cut: Number of pairs that were cut.
+        num_dropped: Number of dropped pairs.
+        num_cut: Number of cut pairs.
 
     Raises:
-        DataError: A line is no pair or is refused, or there is none.
+        DataError: A line is no pair or is refused, or there is no pair.
 
     Shape:
         - `row(i)`: `encoder_tokens` [lengths[0]]; `tokens`, which are the labels shifted by
-          `start`, and `labels` [lengths[1]], -100 behind the last pair; `encoder_documents` and
-          `documents`, the number of each token's pair, -100 behind the last; `encoder_positions`
-          and `positions`, its place in the pair; int64
+           `start`, and `labels` [lengths[1]], -100 after the last pair; `encoder_documents` and
+           `documents`, the number of each token's pair, -100 after the last; `encoder_positions`
+           and `positions`, its place in the pair; int64
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PairDataset(PackedRows):
         )
 
     def _read(self, where: str, line: bytes) -> tuple[_Tokens, _Tokens] | None:
-        """Return the tokens of a line; None for one that is dropped."""
+        """Return the tokens of a line; None for a dropped pair."""
         talk = parse_conversation(where, line)
         if talk.messages:
             text = "has messages; an encoder and a decoder learn a prompt and a completion as texts"
@@ -131,7 +131,7 @@ class PairDataset(PackedRows):
         return max(self.sequence_length, self.decoder_length)
 
     def _length(self, pair: tuple[_Tokens, _Tokens]) -> int:
-        """Return the larger share of a pair, in parts of the room, rounded up."""
+        """Return the larger of a pair's two shares, as a part of the room, rounded up."""
         sizes = self.sequence_length, self.decoder_length
         return max(-(-len(x) * self._room // size) for x, size in zip(pair, sizes, strict=True))
 

@@ -85,11 +85,11 @@ class InOrder(ABC):
 
 
 class RowDataset(InOrder):
-    """A data set that says which arrays its rows have, and makes them.
+    """A data set that declares the arrays of its rows, and makes them.
 
     Nothing else lists these arrays: batches, checks of token ids, counts of labels and a rank's
     part of a row follow from `fields` and `sizes`. A row depends on the data and its number alone,
-    never on a layout or on what was read before; so a run resumes from the number of its samples.
+    never on a layout or on earlier reads; so a run resumes from the number of its samples.
 
     Attributes:
         sequence_length: Number of tokens in a row that ranks of a context-parallel group share.
@@ -132,12 +132,12 @@ class RowDataset(InOrder):
         return ""
 
     def empty(self) -> dict[str, NDArray]:
-        """Return a row with nothing in it, and without labels."""
+        """Return an empty row, without labels."""
         return {each.name: empty_array(each, self.sizes) for each in self.fields}
 
 
 def check_equal_rows(datasets: Sequence[RowDataset]) -> None:
-    """Refuse data sets that do not go into one batch.
+    """Check that rows of all data sets fit into one batch.
 
     Raises:
         DataError: Rows of the data sets differ in their fields or sizes.

@@ -1,4 +1,4 @@
-"""Samples of a data set in shards, of which the later ones may still be in the making."""
+"""Samples of a data set in shards; later shards may still be unfinished."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _OPEN = 3  # a batch spans two shards, and the next one is read ahead
 class ShardOrder(Generic[T]):
     """The order of the samples of shards, one shard after the other.
 
-    The first epoch has the shards in their order, so that its beginning needs the first ones alone;
-    later epochs have them in an order of the key (seed, epoch).
+    The first epoch has the shards in their order, so that its beginning needs only the first
+    shards; the key (seed, epoch) decides the order of later epochs.
 
     Args:
-        open: Function that returns the data set of a shard, 0 or more, and the number of its
-            samples in an epoch. It waits for the shard where that is not there yet.
+        open: Function that returns the data set of a shard, numbered from 0, and the number of its
+            samples in an epoch. It waits for an unfinished shard.
         count: Number of shards.
         seed: Seed of the order.
     """
@@ -40,20 +40,20 @@ class ShardOrder(Generic[T]):
     def __init__(self, open: Callable[[int], tuple[T, int]], *, count: int, seed: int) -> None:
         at_least(1, count=count)
         self._open, self._count, self._seed = open, count, seed
-        self._sizes: list[int] = []  # samples in an epoch of each shard that is known
+        self._sizes: list[int] = []  # samples in an epoch of each known shard
         self._ends: list[int] = []  # their sums
         self._kept: OrderedDict[int, T] = OrderedDict()
         self._later: tuple[int, Sequence[int], list[int]] = (0, (), [])
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in an epoch; all shards have to be there."""
+        """Number of samples in an epoch; needs all shards."""
         while len(self._ends) < self._count:
             self._shard(len(self._ends))
         return self._ends[-1]
 
     def find(self, index: int) -> tuple[T, int]:
-        """Return the data set of a shard, and the number there of sample `index`, 0 or more."""
+        """Return the data set of the shard with sample `index`, and the sample's number there."""
         if index < 0:
             raise IndexError(f"sample {index} does not exist; an index is 0 or more")
         while len(self._ends) < self._count and (not self._ends or index >= self._ends[-1]):
@@ -71,9 +71,9 @@ class ShardOrder(Generic[T]):
         return self._shard(shard), epoch * self._sizes[shard] + rank - before
 
     def _epoch(self, epoch: int) -> tuple[Sequence[int], list[int]]:
-        """Return the shards of an epoch in order, and the number of samples up to each one's end.
+        """Return the shards of an epoch in order, and the number of samples up to each shard's end.
 
-        The first epoch has the shards that are known so far.
+        The first epoch has the known shards.
         """
         if epoch == 0:
             return range(len(self._sizes)), self._ends
@@ -84,7 +84,7 @@ class ShardOrder(Generic[T]):
         return self._later[1:]
 
     def _shard(self, shard: int) -> T:
-        """Return the data set of a shard, which is known or the next one."""
+        """Return the data set of a known shard, or of the next one."""
         if shard not in self._kept:
             self._kept[shard], size = self._open(shard)
             if shard == len(self._sizes):
@@ -100,12 +100,12 @@ class ShardedDataset:
     """Samples of running text in shards, one shard after the other.
 
     Within a shard an epoch's samples have the order of a `GPTDataset`. So a sample is a function of
-    the finished shards and its number, whichever of them are there when it is asked for, and one
-    shard alone gives the samples of its `GPTDataset`. See `ShardOrder`.
+    the finished shards and its number, independent of the moment of the read, and a single shard
+    gives the samples of its `GPTDataset`. See `ShardOrder`.
 
     Args:
-        open: Function that returns the tokens of a shard, 0 or more, and waits for them where they
-            are not there yet.
+        open: Function that returns the tokens of a shard, numbered from 0, and waits for an
+            unfinished shard.
         samples: Function that makes the samples of a shard's tokens, such as `GPTDataset`, with
             the keywords `sequence_length` and `seed`.
         count: Number of shards.
@@ -167,8 +167,8 @@ class ShardedRows(RowDataset):
     """Rows of shards, one shard after the other; see `ShardOrder`.
 
     Args:
-        open: Function that returns the rows of a shard, 0 or more, and waits for its tokens where
-            they are not there yet. All shards have equal fields and sizes.
+        open: Function that returns the rows of a shard, numbered from 0, and waits for an
+            unfinished shard. All shards have equal fields and sizes.
         count: Number of shards.
         seed: Seed of the order.
         identity: JSON values that name the source and how it is cut and tokenized.
@@ -192,7 +192,7 @@ class ShardedRows(RowDataset):
         self._first, _ = self._order.find(0)
         self.sequence_length, self.packing = self._first.sequence_length, self._first.packing
         self._num_tokens = num_tokens
-        # What decides the rows of the first shard, such as its masking, decides those of all.
+        # The settings of the first shard's rows, such as masking, are the settings of all shards.
         self._identity = {
             "shards": identity,
             "order": [count, seed],

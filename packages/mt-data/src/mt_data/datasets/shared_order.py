@@ -26,11 +26,11 @@ class OrderFolder:
     """A folder with the streams of a data set's epochs.
 
     The first process that asks for an epoch writes its file, and others wait for it. Files of
-    epochs before the last two are removed; who has one mapped keeps it.
+    epochs before the last two are removed; a process that has mapped one keeps it.
 
     Args:
-        folder: The folder, which is made if it is missing; data sets may share one.
-        identity: Digest of what decides the order.
+        folder: The folder, created if missing; data sets may share one.
+        identity: Digest of everything that decides the order.
 
     Raises:
         FileError: The folder can't be made.
@@ -54,7 +54,7 @@ class OrderFolder:
 
         Raises:
             DataFileError: The file is damaged.
-            FileError: It can't be read or written.
+            FileError: The file can't be read or written.
         """
         path = self._path(epoch)
         if not path.exists():
@@ -66,7 +66,7 @@ class OrderFolder:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Wait until no other process makes a file; where there are no locks, each makes it."""
+        """Wait until no other process makes a file; without locks each process makes it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ class OrderFolder:
         raise DataFileError(str(path), f"{text}; remove it, and it is made again")
 
     def _crc(self, *parts: memoryview) -> int:
-        """Return the CRC-32 of the identity and the parts, so that no other order has it."""
+        """Return the CRC-32 of the identity and the parts; another order has another CRC."""
         crc = zlib.crc32(self._identity.encode())
         for part in parts:
             for start in range(0, len(part), _BLOCK):

@@ -18,7 +18,7 @@ def special_ids(tokenizer: Tokenizer, names: Mapping[str, str]) -> dict[str, int
         names: Name of the special token for each part, such as `{"sep": "[SEP]"}`.
 
     Raises:
-        DataError: The tokenizer lacks one, or two parts have the same.
+        DataError: The tokenizer lacks a special token, or two parts have the same.
     """
     ids = {}
     for part, name in names.items():

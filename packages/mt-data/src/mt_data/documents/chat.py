@@ -23,16 +23,16 @@ TooLong: TypeAlias = Literal["refuse", "drop", "cut"]
 
 @dataclass(kw_only=True)
 class ChatReport:
-    """What a file of conversations holds.
+    """Counts of files of conversations.
 
     Attributes:
-        conversations: Number of conversations with something to learn.
+        conversations: Number of conversations with labels.
         tokens: Number of their tokens.
-        labels: Number of tokens that are learnt.
-        lengths: Number of tokens of each of these conversations.
-        cut: Number of those that were cut to a row.
-        too_long: Number of conversations left out as they are longer than a row.
-        unlabelled: Number of conversations left out as nothing of them is learnt.
+        labels: Number of learnt tokens.
+        lengths: Number of tokens of each conversation with labels.
+        cut: Number of conversations cut to a row.
+        too_long: Number of conversations left out because they are longer than a row.
+        unlabelled: Number of conversations left out because they have no labels.
         is_weighted: Whether some tokens have a weight other than 1.
     """
 
@@ -53,12 +53,12 @@ class ChatReader:
         tokenizer: The tokenizer.
         template: Chat template with this tokenizer; None takes only texts with `prompt` and
             `completion`.
-        size: Largest number of tokens that are read, and so one less than the tokens of the
-            longest conversation; None for any.
-        too_long: What becomes of longer ones.
+        size: Number of input tokens in a row, one less than the tokens of the longest conversation;
+            None for any.
+        too_long: Treatment of longer conversations.
 
     Attributes:
-        report: What was read.
+        report: Counts so far.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ChatReader:
 
         Args:
             lines: Place and content of each line.
-            on_error: Takes the error of a line, which is left out; None raises it.
+            on_error: Function to call with the error of a line, which is left out; None raises it.
 
         Raises:
             DataFileError: A line is no conversation, the template refuses it, or it is too long.
@@ -100,7 +100,7 @@ class ChatReader:
                 yield found
 
     def rendered(self, talk: Conversation) -> Rendered:
-        """Return the tokens of a conversation, and what is learnt of it.
+        """Return the tokens of a conversation with the weights of their losses.
 
         Raises:
             DataFileError: There is no template, or it refuses the messages.
@@ -116,22 +116,22 @@ class ChatReader:
             raise DataFileError(talk.where, str(error)) from None
 
     def _continued(self, talk: Conversation) -> Rendered:
-        """Return a text to continue, whose tokens are those of a prompt of inference."""
+        """Return a prompt, tokenized as in inference, with its completion."""
         tokenizer = self.tokenizer
         begin = tokenizer.encode_prompt("")
         begin = begin[:-1] if begin[-1:] == [tokenizer.eod_id] else begin
         prompt, both = tokenizer.encode_batch([talk.prompt, talk.prompt + talk.completion])
         rest = both[len(prompt) :]
-        if both[: len(prompt)] != prompt:  # a token would be of both
+        if both[: len(prompt)] != prompt:  # a token would span prompt and completion
             rest = tokenizer.encode(talk.completion)
         asked, answer = [*begin, *prompt], [*rest, tokenizer.eod_id]
         return Rendered([*asked, *answer], [0.0] * len(asked) + [1.0] * len(answer))
 
     def fitting(self, where: str, found: Rendered) -> Rendered | None:
-        """Return a conversation as a row takes it, None to leave it out, and report it.
+        """Return a conversation that fits a row, or None to leave it out, and count it.
 
         Raises:
-            DataFileError: It is too long.
+            DataFileError: The conversation is too long, and `too_long` is `refuse`.
         """
         report, size = self.report, self._size
         if size is not None and len(found.ids) - 1 > size:

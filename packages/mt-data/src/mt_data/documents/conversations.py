@@ -40,8 +40,8 @@ class Conversation:
         where: The file and the line.
         messages: Messages for a chat template; empty for a text to continue.
         tools: JSON schemas of functions, if the record has some.
-        prompt: The text before what is learnt.
-        completion: The text that is learnt.
+        prompt: The text before the completion, without a loss.
+        completion: The text to learn.
     """
 
     where: str
@@ -54,8 +54,8 @@ class Conversation:
 def read_lines(path: str | os.PathLike[str]) -> Iterator[tuple[str, bytes]]:
     """Yield the place, such as `talks.jsonl:7`, and the content of each record as a line of JSON.
 
-    A file of an unknown ending has JSON lines. Of a folder all JSON lines, parquet and Arrow files
-    are read. A null in a row counts as an absent key, except as the content of a message.
+    A file with an unknown ending has JSON lines. All JSON lines, parquet and Arrow files of a
+    folder are read. A null in a row counts as an absent key, except as the content of a message.
 
     Raises:
         DataFileError: A file can't be read, or a line is too long.
@@ -98,7 +98,7 @@ def parse_conversation(where: str, line: bytes) -> Conversation:
     """Return the conversation of a line.
 
     Raises:
-        DataFileError: The line is no JSON object, or none of a known form.
+        DataFileError: The line is no JSON object, or has no known form.
     """
     try:
         record = parse_json(line, name=where)

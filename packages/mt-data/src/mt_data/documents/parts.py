@@ -27,9 +27,9 @@ class Part:
     Attributes:
         number: Number of the part.
         count: Number of parts.
-        blocks: Number of ranges of bytes of which a part consists. With one, the parts in their
-            order are the source. With more, the ranges are drawn from the whole source, so that
-            each part is a sample of it; the lines of its documents are not numbered then.
+        blocks: Number of ranges of bytes in a part. With one, the parts in their order are the
+            source. With more, the ranges are drawn from the whole source, so that each part is a
+            sample of it; then the lines of its documents have no numbers.
     """
 
     number: int
@@ -51,7 +51,7 @@ class Part:
 
     @property
     def record(self) -> dict[str, int]:
-        """What a dataset records of the part that it is."""
+        """The record of this part in a dataset."""
         record = asdict(self)
         return record if self.blocks > 1 else {k: v for k, v in record.items() if k != "blocks"}
 
@@ -80,8 +80,8 @@ def cut(
 ) -> list[SourceFile]:
     """Return the files, or ranges of them, of a part; the parts in order hold every byte once.
 
-    A share is a range of the bytes of all files, one behind the other, or several. A divisible file
-    is cut at the ends of a range; any other belongs to the part in whose range it begins.
+    A share is one range, or several, of the bytes of all files, one after the other. A divisible
+    file is cut at the ends of a range; any other belongs to the part with the file's first byte.
     """
     sizes = [file.size for file in files]
     ends = list(accumulate(sizes, initial=0))
@@ -107,7 +107,7 @@ def _draw(block: int) -> bytes:
 def digest_of(files: Iterable[SourceFile], *how: str) -> str:
     """Return a digest of files' names (without folders) and sizes, and of how they are read.
 
-    Parts with one digest fit together. Of an object in a store its version counts too.
+    Parts with one digest fit together. The digest includes the version of an object in a store.
     """
     listed = [
         [PurePath(file.name).name, file.size, *([file.stored.version] if file.stored else [])]

@@ -85,9 +85,9 @@ def read_documents(
         encoding_errors: "replace" inserts U+FFFD for bytes that are not UTF-8.
         on_error: Function to call with each bad line or file, which is then skipped; None raises
             instead.
-        part: The share of the source to read; the documents of all parts in their order are those
-            of the source. Files of JSON lines are cut between lines; a compressed file, and one of
-            another format, belongs to one part as a whole.
+        part: The share of the source to read; all parts in their order have the documents of the
+            source. Files of JSON lines are cut between lines; a compressed file, or one of another
+            format, belongs to one part as a whole.
 
     Raises:
         DataError: The glob is not a pattern for files of a folder, or no file matches it; standard
@@ -115,8 +115,8 @@ class DocumentReader(Iterator[Document]):
     Attributes:
         files: The files to read.
         total_bytes: Size of all files on disk; None if standard input is one of them.
-        part: Which part of a source this is: its number, the count of parts, and a digest of all
-            files of the source, by which the parts are known to fit together. None if it is all.
+        part: Number of this part of the source, the count of parts, and a digest of all files of
+            the source, which shows that parts fit together. None for a whole source.
     """
 
     def __init__(

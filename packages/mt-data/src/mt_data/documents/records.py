@@ -95,7 +95,7 @@ def _numbered_lines(file: BinaryIO, source: SourceFile) -> Iterator[tuple[int, b
 
 
 def _skip_lines(file: BinaryIO, begin: int, *, counts: bool) -> int:
-    """Go to the first line that begins at byte `begin` or behind it.
+    """Go to the first line that begins at byte `begin` or after it.
 
     Returns:
         Number of lines before it; 0 if they are not counted.
@@ -108,7 +108,7 @@ def _skip_lines(file: BinaryIO, begin: int, *, counts: bool) -> int:
     while left > 0 and (content := file.read(min(left, _CHUNK))):
         count += content.count(b"\n")
         left -= len(content)
-    if begin:  # the line of byte begin - 1, which may be its end alone
+    if begin:  # the rest of the line with byte begin - 1, perhaps only its line end
         while (content := file.readline(_CHUNK)) and not content.endswith(b"\n"):
             pass
         count += 1
@@ -213,7 +213,7 @@ def _rows(
 
 
 def _among(wanted: Sequence[str], name: str, names: list[str]) -> list[str]:
-    """Return those of the wanted columns that a file has; refuse one that has none."""
+    """Return the wanted columns that a file has; raise an error if it has none."""
     if found := [each for each in wanted if each in names]:
         return found
     columns = " or ".join(map(shorten, wanted))
@@ -232,7 +232,7 @@ def _parquet(library: ModuleType, file: BinaryIO, chosen: _Chosen) -> Iterator[A
 
 
 def _arrow(library: ModuleType, file: BinaryIO, chosen: _Chosen) -> Iterator[Any]:
-    """Yield the record batches of an Arrow stream, which an Arrow file has behind 8 bytes."""
+    """Yield the record batches of an Arrow stream, which an Arrow file has after 8 bytes."""
     if cast("io.BufferedReader", file).peek(len(_ARROW_FILE)).startswith(_ARROW_FILE):
         file.read(len(_ARROW_FILE))
     stream = library.open_stream(file)

@@ -41,11 +41,11 @@ class SourceFile:
         stored: The object in a store.
         name: Name of the file in documents and messages.
         within: The folder in which it was found, which links must not leave.
-        begin: Byte where the part begins, for a file of lines that is read in parts.
-        end: The byte where it ends: the part has the lines that begin in [begin, end). None means
-            the whole file.
-        is_numbered: Whether lines have their numbers in the file, for which all before `begin` is
-            read; else in the part.
+        begin: First byte of the part, for a file of lines that is read in parts.
+        end: End of the part: it has the lines that begin in [begin, end). None means the whole
+            file.
+        is_numbered: Whether lines are numbered in the file, which needs a read of all bytes before
+            `begin`; else they are numbered in the part.
     """
 
     path: Path | None
@@ -72,7 +72,7 @@ class SourceFile:
 
     @property
     def is_standard_input(self) -> bool:
-        """Whether it can be read once only, and has no known size."""
+        """Whether the file is standard input, which can be read only once and has no known size."""
         return self.path is None and self.stored is None
 
     @property
@@ -91,7 +91,7 @@ class SourceFile:
         """Open the file without decompressing it.
 
         Raises:
-            DataFileError: It is not a regular file, or lies outside `within`.
+            DataFileError: The path is not a regular file, or lies outside `within`.
         """
         if self.stored is not None:
             return self.stored.open()
@@ -125,10 +125,10 @@ def find_files(source: Source | Iterable[Source], glob: str) -> list[SourceFile]
 
 
 def _rows_alone(files: Sequence[SourceFile]) -> list[SourceFile]:
-    """Return files without those that only describe the data sets which `datasets` saved.
+    """Return files without the descriptions of data sets that `datasets` saved.
 
-    Such a data set is a folder with a `state.json` beside `.arrow` files, whose names and order it
-    has; several as splits stand beside a `dataset_dict.json`.
+    Such a data set is a folder of `.arrow` files, with their names and order in `state.json`;
+    several splits are folders beside a `dataset_dict.json`.
     """
     folders: dict[str, dict[str, SourceFile]] = {}
     for file in files:
@@ -163,8 +163,8 @@ def _saved_rows(state: SourceFile, files: Mapping[str, SourceFile]) -> list[Sour
     """Return the files with the rows of a data set that `datasets` saved, in their order.
 
     Args:
-        state: The file that names them.
-        files: The files of its folder by name; those with rows may be compressed.
+        state: The file with the names of the data set's files.
+        files: The files of its folder by name; files with rows may be compressed.
     """
     with state.open() as file:
         content = file.read(_MOST_STATE)
@@ -225,7 +225,7 @@ def _in_folder(folder: Path, glob: str, *, alone: bool) -> Iterator[SourceFile]:
 
 
 def _in_store(url: str, glob: str) -> Iterator[SourceFile]:
-    """Yield an object, those under a prefix that match a glob, or those that a URL matches."""
+    """Yield an object, the matches of a glob under a prefix, or the matches of a URL."""
     import glob as globbing
 
     if globbing.has_magic(url):
@@ -263,7 +263,7 @@ def _matches(parts: Sequence[str], steps: Sequence[str]) -> bool:
 
 
 def _check_glob(glob: str) -> None:
-    """Refuse patterns that pathlib refuses, with one message for all Python versions."""
+    """Refuse patterns that pathlib refuses, with the same message in all Python versions."""
     parts = PurePath(glob).parts
     stars = any("**" in part and part != "**" for part in parts)
     if stars or not parts or PurePath(glob).is_absolute() or ".." in parts:

@@ -63,11 +63,11 @@ def split_ranges(text: str, count: int) -> list[range | None]:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A rule that holds out a share of documents, each one whatever the others are.
+    """A rule that holds out a share of documents, each independently of all others.
 
     A hash of the document and the seed, read as a number in [0, 1), is its place; a document is
     held out if its place is at most `fraction`. So the parts of a source, in any order, are divided
-    as the whole.
+    like the whole source.
 
     Attributes:
         fraction: Expected share of documents to hold out, between 0 and 1 exclusive.
@@ -113,7 +113,7 @@ class HeldOut:
 
 
 def cut_document(document: Document, *, fraction: float = 0.05) -> tuple[Document, Document]:
-    """Return the beginning of a document, and its last lines: a share of it to hold out."""
+    """Return the beginning of a document, and its last lines, which are the share to hold out."""
     text = document.text
     place = round(len(text) * (1 - fraction))
     place = text.rfind("\n", 0, place) + 1 or place

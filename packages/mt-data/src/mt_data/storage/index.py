@@ -1,4 +1,4 @@
-r"""The `.idx` file of a Megatron token dataset: its bytes, and all checks of them.
+r"""The `.idx` file of a Megatron token dataset: its layout, and all checks of it.
 
 Little-endian layout, with S sequences and D = documents + 1:
 
@@ -155,8 +155,8 @@ def read_index(
 
     Args:
         file_path: The file.
-        path: Its name in messages, where the file is a copy.
-        multimodal: Whether it has modes.
+        path: Name of the file in messages, if the file is a copy.
+        multimodal: Whether the file has modes.
         cache: File that remembers digests of files; see `mt_files.sha256_file`.
 
     Raises:

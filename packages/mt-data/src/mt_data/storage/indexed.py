@@ -26,7 +26,7 @@ class IndexedDataset:
     Tokens are read with `pread` into arrays that the caller owns. So an array stays valid after the
     dataset is closed, threads and forked workers may share one dataset, and a file cut short while
     it is open raises an error, not a signal. The index is kept in memory: 12 bytes for each
-    sequence and 8 for each document. That of a million sequences and more is mapped instead, so
+    sequence and 8 for each document. An index of a million sequences or more is mapped instead, so
     that the processes of a node share it; nothing may shorten its file while it is open.
 
     Opening checks every structural rule of the index, its sha256 if `<prefix>.json` records one,
@@ -212,8 +212,8 @@ class IndexedDataset:
             remember: Whether to keep the computed digests in `<prefix>.digests.json`, and to trust
                 them while a file's size, inode and times of change stay the same (see
                 `mt_files.sha256_file`). Then only the first verification reads the files. In a
-                store nothing is read for it: reading is bound to a version there, and the digest of
-                the index is compared at the opening.
+                store `remember` reads nothing: reads are bound to a version there, and opening
+                compares the digest of the index.
 
         Raises:
             DataFileError: A digest differs or was never recorded.
@@ -243,7 +243,7 @@ class IndexedDataset:
 
 
 def _record(path: str) -> object:
-    """Return the record beside a pair on a disk; None if there is none."""
+    """Return the record beside a pair on a disk; None if the pair has no record."""
     return mt_files.read_json(path, limit=MAX_RECORD) if os.path.exists(path) else None
 
 
@@ -261,7 +261,7 @@ def check_prefix(prefix: str | os.PathLike[str], *, writes: bool = False) -> str
 
     Args:
         prefix: A path, or a URL of an object store.
-        writes: Whether a dataset is to be written, which goes to a disk only.
+        writes: Whether a dataset will be written, which is possible only on a disk.
     """
     text = object_url(prefix) or local_path(prefix)
     if writes and object_url(prefix) is not None:

@@ -15,7 +15,7 @@ from mt_data.error import DataFileError
 
 
 class TokenBytes(Protocol):
-    """Bytes that are read by range."""
+    """Bytes with reads of ranges."""
 
     @property
     def size(self) -> int:
@@ -32,7 +32,7 @@ class TokenBytes(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up the file."""
+        """Close the file."""
         ...
 
 
@@ -65,7 +65,7 @@ class TokenFile:
         """Fill a view with the bytes from `offset` on.
 
         Raises:
-            DataFileError: The file ends before.
+            DataFileError: The file ends too early.
         """
         done = 0
         while done < len(view):
@@ -87,7 +87,7 @@ class TokenObject:
     """Bytes of an object in a store; threads may share it, processes open their own.
 
     Args:
-        stored: The object, in the version that is read.
+        stored: The object, in the version to read.
     """
 
     def __init__(self, stored: StoredObject) -> None:
@@ -108,5 +108,5 @@ class TokenObject:
         view[:] = self._stored.read(offset, len(view))
 
     def close(self) -> None:
-        """Read nothing any more."""
+        """Refuse further reads."""
         self.closed = True
