@@ -38,6 +38,9 @@ def test_a_conversation_is_rendered(tmp_path):
         assert '[{"name": "f", "about": "<é>"}]' in template.write(MESSAGES, tools=tools).text
         short = template.write(MESSAGES[:1], add_generation_prompt=False).text
         assert short == "<s><|im_start|>user\nHello<|im_end|>\n"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ bos_token }}"}))
+    with ChatTemplate.from_folder(tmp_path) as template:
+        assert template.write(MESSAGES).text == "<s>"
     (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}")
     with ChatTemplate.from_folder(tmp_path) as template:
         assert template.write(MESSAGES).text == "2"

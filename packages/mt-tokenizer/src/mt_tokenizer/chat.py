@@ -141,8 +141,9 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """Read the template of a folder of Hugging Face.
 
-        It is in `chat_template.jinja`, or in `tokenizer_config.json`, where a list of templates has
-        one named `default`.
+        It is in `chat_template.jinja`, in `chat_template.json` as older folders of models that take
+        images have it, or in `tokenizer_config.json`, where a list of templates has one named
+        `default`.
 
         Raises:
             ChatError: The folder has none.
@@ -314,20 +315,26 @@ class ChatTemplate:
             raise ChatError(f"the chat template is wrong: {answer['error']}")
 
 
+def _fields(path: Path) -> dict[str, Any]:
+    """Return the mapping of a JSON file, an empty one if it is missing."""
+    found = read_json(path, limit=1 << 26) if path.exists() else {}
+    if not isinstance(found, dict):
+        raise ChatError(f"{path} is no mapping of fields; restore it")
+    return found
+
+
 def read_template(folder: Path | str) -> tuple[str | None, dict[str, str]]:
     """Return the chat template of a folder, if it has one, and special tokens that it may name.
 
     Raises:
-        ChatError: tokenizer_config.json is damaged.
+        ChatError: tokenizer_config.json or chat_template.json is damaged.
         FileError: A file can't be read.
     """
     folder = Path(folder)
-    path, config = folder / "tokenizer_config.json", {}
-    if path.exists():
-        config = read_json(path, limit=1 << 26)
-    if not isinstance(config, dict):
-        raise ChatError(f"{path} is no mapping of fields; restore it")
-    source = config.get("chat_template")
+    config = _fields(folder / "tokenizer_config.json")
+    source = _fields(folder / "chat_template.json").get(
+        "chat_template", config.get("chat_template")
+    )
     if isinstance(source, list):
         named = (each for each in source if isinstance(each, dict))
         source = next((e.get("template") for e in named if e.get("name") == "default"), None)
