@@ -463,3 +463,16 @@ def test_what_does_not_fit_images_is_refused_by_name(started, folder, tmp_path) 
     ):
         with pytest.raises(ConfigError, match=match):
             load_config(started.config, overrides)
+
+
+def test_a_preprocessor_inside_a_processor_is_read_and_kept_apart(started, folder, tmp_path):
+    """As transformers 5 saves the folder of a model."""
+    model = shutil.copytree(folder / "model", tmp_path / "model")
+    fields = json.loads((model / "preprocessor_config.json").read_text())
+    (model / "preprocessor_config.json").unlink()
+    (model / "processor_config.json").write_text(json.dumps({"image_processor": fields}))
+    data = load_config(started.config, [f"model.from={model}"]).config.data
+    assert json.loads(data.files()["preprocessor_config.json"]) == fields
+    (model / "processor_config.json").write_text(json.dumps({"image_token": "<image>"}))
+    with pytest.raises(ConfigError, match="missing"):
+        load_config(started.config, [f"model.from={model}"])

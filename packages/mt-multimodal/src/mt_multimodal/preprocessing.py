@@ -203,8 +203,8 @@ def read_image_preprocessing(path: str | os.PathLike[str]) -> ImagePreprocessing
         real = each.parent.resolve()
         within = real.parents[1] if real.parent.name == "snapshots" else real
         given = read_json(each, limit=_MAX_JSON, within=within)
-        if isinstance(given, dict) and "image_processor" in given:
-            given = given["image_processor"]
+        if isinstance(given, dict) and (each.name == _NEWER_FILE or "image_processor" in given):
+            given = given.get("image_processor")
         if isinstance(given, dict):
             given = {field: value for field, value in given.items() if value is not None}
             return build(ImagePreprocessing, given, f"{each}")

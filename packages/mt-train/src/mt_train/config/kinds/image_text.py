@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from mt_train.config.run_config import RunConfig
 
-_PREPROCESSOR = "preprocessor_config.json"
+_PREPROCESSOR, _NEWER = "preprocessor_config.json", "processor_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class ImageTextData(ChatData):
 
     Attributes:
         images: Folder of the images that records name; by default the folder of their file.
-        preprocessor: The `preprocessor_config.json` that says how images become pixel values; by
-            default the one in the tokenizer's folder.
+        preprocessor: The `preprocessor_config.json` (or `processor_config.json`) that says how
+            images become pixel values; by default the one in the tokenizer's folder.
     """
 
     type_name: ClassVar[str] = "image-text"
@@ -75,9 +76,11 @@ class ImageTextData(ChatData):
 
     def files(self) -> Mapping[str, bytes]:
         """Return the chat template, its tokens, and how images become pixel values."""
-        from mt_files import read_bytes
+        from mt_files import read_json
 
-        return {**super().files(), _PREPROCESSOR: read_bytes(self._preprocessor(), limit=1 << 22)}
+        fields = read_json(self._preprocessor(), limit=1 << 22)
+        fields = fields.get("image_processor", fields)
+        return {**super().files(), _PREPROCESSOR: (json.dumps(fields, indent=2) + "\n").encode()}
 
     def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
         """Yield that the model takes no images, or images of another size."""
@@ -133,7 +136,9 @@ class ImageTextData(ChatData):
         if self.preprocessor is not None:
             return Path(self.preprocessor)
         assert self.tokenizer is not None, "this kind needs one"  # noqa: S101
-        return Path(self.tokenizer).parent / _PREPROCESSOR
+        folder = Path(self.tokenizer).parent
+        is_newer = not (folder / _PREPROCESSOR).exists() and (folder / _NEWER).exists()
+        return folder / (_NEWER if is_newer else _PREPROCESSOR)
 
     def _preprocessing(self) -> ImagePreprocessing:
         from mt_files import MissingFileError
