@@ -5,8 +5,7 @@ import io
 import numpy as np
 import pytest
 from mt_multimodal import read_image_preprocessing
-from PIL import Image
-from transformers.image_utils import load_image
+from PIL import Image, ImageOps
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -53,7 +52,7 @@ def test_pixel_values_are_those_of_transformers(tmp_path, name):
     step = 1 / 255 / np.array(processor.image_std).reshape(3, 1, 1)
     for number in range(DRAWN):
         content = drawn(draw)
-        image = load_image(Image.open(io.BytesIO(content)))
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
         theirs = processor(images=[image], return_tensors="np")
         found = ours.pixels_of(content, f"image {number}")
         assert found.shape == theirs["pixel_values"][0].shape[:1] + ours.output_size

@@ -11,6 +11,7 @@ from mt_data import DataError, DataFileError
 from mt_files import SchemaError
 from mt_multimodal import ImageLimits, ImagePreprocessing, decode_image, read_image_preprocessing
 from mt_multimodal.containers import without_metadata
+from mt_multimodal.decoding import to_rgb
 from PIL import Image, PngImagePlugin
 
 CLIP = {
@@ -51,7 +52,7 @@ def test_pixel_values_are_those_of_plain_arithmetic(tmp_path, made):
 
 def test_images_of_every_mode_become_rgb(made):
     rgb = made.picture(3)
-    for mode, format in (("L", "PNG"), ("LA", "PNG"), ("P", "GIF"), ("RGBA", "PNG"), ("1", "BMP")):
+    for mode, format in (("L", "PNG"), ("P", "GIF"), ("1", "BMP")):
         image = rgb.convert(mode)
         found = decode_image(saved(image, format), "x")
         assert found.mode == "RGB"
@@ -62,6 +63,32 @@ def test_images_of_every_mode_become_rgb(made):
     wide = np.arange(0, 1 << 16, 257, dtype=np.uint16).reshape(16, 16)
     deep = decode_image(saved(Image.fromarray(wide), "PNG"), "x")
     assert (np.asarray(deep)[..., 0] == wide >> 8).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "format", "how"),
+    [
+        ("RGBA", "PNG", {}),
+        ("RGBA", "WEBP", {"lossless": True, "exact": True}),
+        ("LA", "PNG", {}),
+        ("P", "PNG", {"transparency": 3}),
+        ("P", "PNG", {"transparency": bytes(range(256))}),
+        ("P", "GIF", {"transparency": 3}),
+        ("L", "PNG", {"transparency": 7}),
+        ("RGB", "PNG", {"transparency": (1, 2, 3)}),
+    ],
+)
+def test_transparent_pixels_lie_on_white(made, mode, format, how):
+    image = made.picture(3, mode)
+    if mode in ("L", "RGB"):
+        image.putpixel((0, 0), how["transparency"])
+    content = saved(image, format, **how)
+    colours = np.asarray(Image.open(io.BytesIO(content)).convert("RGBA")).astype(float)
+    share = colours[..., 3:] / 255
+    assert share.min() < 1
+    expected = share * colours[..., :3] + (1 - share) * 255
+    for found in (decode_image(content, "x"), to_rgb(Image.open(io.BytesIO(content)))):
+        assert np.abs(np.asarray(found) - expected).max() <= 1
 
 
 @pytest.mark.parametrize("turn", range(1, 9))

@@ -114,7 +114,8 @@ def _png(content: bytes, _: int) -> tuple[bytes, int]:
             exif = exif_orientation(content[at + 8 : end - 4])
         elif kind == b"iTXt" and content.startswith(_XMP_PNG, at + 8):
             xmp = xmp_orientation(content[at + 8 : end - 4])
-        if not kind[0] & 0x20:  # critical chunks, which the pixels need
+        # Critical chunks, which the pixels need, and the one that says which are transparent.
+        if not kind[0] & 0x20 or kind == b"tRNS":
             kept.append(content[at:end])
         at = end
         if kind == b"IEND":

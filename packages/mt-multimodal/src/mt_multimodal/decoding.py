@@ -39,8 +39,8 @@ class ImageLimits:
 def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) -> Any:
     """Return a pillow image in RGB, turned upright according to its EXIF or XMP.
 
-    Alpha is left out, palettes are looked up, and 16 bits of grey become 8. Metadata is removed
-    before pillow sees the file.
+    Transparent pixels lie on white, palettes are looked up, and 16 bits of grey become 8. Metadata
+    is removed before pillow sees the file.
 
     Args:
         content: The file: PNG, JPEG, WEBP, BMP or GIF.
@@ -78,7 +78,7 @@ def decode_image(content: bytes, where: str, limits: ImageLimits | None = None) 
 
 
 def to_rgb(image: Any) -> Any:
-    """Return a pillow image in RGB, turned upright according to its EXIF."""
+    """Return a pillow image in RGB, on white, turned upright according to its EXIF."""
     return _in_rgb(require("PIL.ImageOps", "decoding an image").exif_transpose(image))
 
 
@@ -96,9 +96,12 @@ def _turn(step: Any) -> tuple[Any, ...]:
 
 
 def _in_rgb(image: Any) -> Any:
+    library = require("PIL.Image", "decoding an image")
     if image.mode.startswith("I"):
-        library = require("PIL.Image", "decoding an image")
         values = np.asarray(image)
         # 16 bits; pillow would clip values above 255.
         image = library.fromarray(np.minimum(values >> 8, 255).astype(np.uint8))
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        ground = library.new("RGBA", image.size, "white")
+        image = library.alpha_composite(ground, image.convert("RGBA"))
     return image if image.mode == "RGB" else image.convert("RGB")
