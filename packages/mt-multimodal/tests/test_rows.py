@@ -199,6 +199,16 @@ def test_captions_are_what_the_assistant_says(tmp_path, template, form, made):
     assert labels[labels >= 0][:-1].tolist() == template.tokenizer.encode("a cat")
 
 
+def test_a_caption_beside_a_description_is_read(tmp_path, template, form, made):
+    """img2dataset writes both; a conversation is read in place of a caption."""
+    about = json.dumps({"url": "u", "caption": "a dog", "width": 20, "prompt": "p"}).encode()
+    for record, said in ((about, "a cat"), (made.talk(1, answer="yes"), "yes")):
+        members = [("1.jpg", made.png(0)), ("1.txt", b"a cat"), ("1.json", record)]
+        path = made.write_tar(tmp_path / "a.tar", members)
+        labels = ImageTextDataset(path, template, form, sequence_length=16).row(0)["labels"]
+        assert labels[labels >= 0][:-1].tolist() == template.tokenizer.encode(said)
+
+
 def test_a_conversation_is_cut_before_an_image_and_never_inside(tmp_path, template, form, made):
     turns = [
         {"role": "user", "content": "<image>q"},
@@ -243,7 +253,10 @@ def test_samples_that_do_not_fit_are_refused_by_name(tmp_path, template, form, m
         ImageTextDataset(path, template, form, sequence_length=16)
 
 
-@pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "link.png", "none.png", "pipe"])
+LEADING_OUT = ["../secret.png", "/etc/passwd", "https://x/y.png", "data:image/png;base64,AA=="]
+
+
+@pytest.mark.parametrize("name", [*LEADING_OUT, "link.png", "none.png", "pipe"])
 def test_names_of_images_do_not_lead_out_of_their_folder(tmp_path, template, form, made, name):
     folder = tmp_path / "in"
     folder.mkdir()
@@ -252,9 +265,24 @@ def test_names_of_images_do_not_lead_out_of_their_folder(tmp_path, template, for
     os.mkfifo(folder / "pipe")
     line = json.loads(made.talk(1)) | {"image": name}
     (folder / "talks.jsonl").write_text(json.dumps(line))
-    data = ImageTextDataset(folder / "talks.jsonl", template, form, sequence_length=16)
-    with pytest.raises(DataFileError, match=name.rpartition("/")[2]):
+    how = {"template": template, "form": form, "sequence_length": 16}
+    if name in LEADING_OUT:  # before a run begins
+        with pytest.raises(DataFileError, match=rf"talks\.jsonl:1: .*{name}"):
+            ImageTextDataset(folder / "talks.jsonl", **how)
+        return
+    data = ImageTextDataset(folder / "talks.jsonl", **how)
+    with pytest.raises(DataFileError, match=name):
         data.row(0)["pixel_values"]
+
+
+def test_absolute_names_in_the_folder_are_read(tmp_path, template, form, made):
+    made.picture(0).save(tmp_path / "a.png")
+    line = json.loads(made.talk(1)) | {"image": str(tmp_path / "a.png")}
+    (tmp_path / "talks.jsonl").write_text(json.dumps(line))
+    for folder in (None, "/"):
+        source = open_images(tmp_path / "talks.jsonl", images=folder)
+        data = ImageTextDataset(source, template, form, sequence_length=16)
+        assert len(data.row(0)["pixel_values"]) == 1
 
 
 def test_a_template_that_writes_no_image_token_is_refused(tmp_path, template, form, made):

@@ -1,5 +1,8 @@
 """Tar members: places, refusal of hostile ones, detection of damage, and a stored index."""
 
+import bz2
+import gzip
+import lzma
 import os
 import resource
 import tarfile
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 from mt_data import DataFileError
 from mt_files import FileError
-from mt_multimodal import TarIndex
+from mt_multimodal import TarIndex, open_images
 from mt_multimodal import tar_index as module
 
 
@@ -102,6 +105,16 @@ def test_what_is_no_file_of_its_own_is_refused(tmp_path, what):
     with pytest.raises(DataFileError, match=r"a\.tar"):
         TarIndex(tmp_path / "a.tar")
     assert os.listdir(tmp_path) == ["a.tar"]
+
+
+@pytest.mark.parametrize(
+    ("name", "library"), [("a.tar", gzip), ("a.tgz", gzip), ("a.tar.bz2", bz2), ("a.tar.xz", lzma)]
+)
+def test_a_compressed_tar_says_so(tmp_path, made, name, library):
+    content = made.write_tar(tmp_path / "b.tar", [("1.txt", b"a")]).read_bytes()
+    (tmp_path / name).write_bytes(library.compress(content))
+    with pytest.raises(DataFileError, match="is compressed"):
+        open_images(tmp_path / name)
 
 
 def test_names_that_traverse_are_only_names(tmp_path, made):

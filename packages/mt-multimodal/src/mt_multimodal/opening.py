@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from mt_multimodal.sources import FileImages, ImageSource, TarImages
 from mt_multimodal.tables import TableImages
+
+_TAR = re.compile(r"\.(tar|tgz|tar\.\w+)$")  # a compressed one is refused by name
 
 
 def open_images(
@@ -26,7 +29,7 @@ def open_images(
         DataFileError: The tar is damaged.
         FileError: The file can't be read.
     """
-    if os.fspath(path).endswith(".tar"):
+    if _TAR.search(os.fspath(path)):
         return TarImages(path, indexes)
     if os.fspath(path).endswith(".parquet"):
         return TableImages(path, images)

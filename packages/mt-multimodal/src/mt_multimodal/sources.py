@@ -13,13 +13,14 @@ from typing import Any
 
 import mt_files
 from mt_data import DataFileError, parse_conversation, read_lines
-from mt_files import find_object, object_url, parse_json, shorten
+from mt_files import find_object, listed, object_url, parse_json, shorten
 
 from mt_multimodal.decoding import ImageLimits
 from mt_multimodal.tar_index import TarIndex
 
 IMAGE_KINDS = ("jpg", "jpeg", "png", "webp", "bmp", "gif")
 _MOST_TEXT = 1 << 24
+_TALKS = frozenset({"messages", "completion", "conversations"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ class TarImages(ImageSource):
     """Samples of a tar: a member `json` or `txt`, and images in the order of their members.
 
     `json` is a record like a line of a file of conversations; it may name the images of the sample
-    as `image` or `images`. `txt` is the assistant's text about the sample's images.
+    as `image` or `images`. `txt` is the assistant's text about the sample's images; a `json`
+    without a conversation beside it, such as img2dataset writes, is left out.
 
     Args:
         path: The tar.
@@ -99,24 +101,25 @@ class TarImages(ImageSource):
         """Yield the samples in order."""
         for number in range(self.tar.num_samples):
             members = self.tar.sample(number)
-            kinds = [kind.rpartition(".")[2] for kind in members]
-            numbers = [*members.values()]
-            pairs = zip(kinds, numbers, strict=True)
-            images = tuple(member for kind, member in pairs if kind in IMAGE_KINDS)
-            text = next((members[kind] for kind in ("json", "txt") if kind in members), None)
-            if text is None:
+            images = tuple(
+                member for kind, member in members.items() if kind.rpartition(".")[2] in IMAGE_KINDS
+            )
+            if members.keys().isdisjoint(("json", "txt")):
                 where = f"{self.tar.path}: {self.tar.key(number)}"
-                raise DataFileError(where, "has neither json nor txt; add what is said of it")
-            if self.tar.size(text) > _MOST_TEXT:
-                size = self.tar.size(text)
-                raise DataFileError(
-                    self.tar.where(text), f"has {size} bytes; at most {_MOST_TEXT} are read"
-                )
-            content, where = self.tar.read(text), self.tar.where(text)
-            if "json" in members:
-                yield self._of_json(where, content, images)
+                text = f"has {listed(members)}, and neither json nor txt; add what is said of it"
+                raise DataFileError(where, text)
+            record = self._text(members["json"]) if "json" in members else b""
+            if "txt" not in members or (record and _is_conversation(record)):
+                yield self._of_json(self.tar.where(members["json"]), record, images)
             else:
-                yield _captioned(where, content, images)
+                text = self._text(members["txt"])
+                yield _captioned(self.tar.where(members["txt"]), text, images)
+
+    def _text(self, member: int) -> bytes:
+        if (size := self.tar.size(member)) > _MOST_TEXT:
+            text = f"has {size} bytes; at most {_MOST_TEXT} are read"
+            raise DataFileError(self.tar.where(member), text)
+        return self.tar.read(member)
 
     def _of_json(self, where: str, content: bytes, images: tuple[int, ...]) -> ImageSample:
         named = _named_images(where, content)
@@ -175,15 +178,25 @@ class FileImages(ImageSource):
         for where, line in read_lines(self.path):
             digest.update(line + b"\n")
             first = len(self._names)
-            self._names += _named_images(where, line)
+            self._names += [self._inside(where, name) for name in _named_images(where, line)]
             yield sample_of(where, line, tuple(range(first, len(self._names))))
         self.fingerprint = digest.hexdigest()
 
     def named(self, name: str, sample: ImageSample) -> int:
         """Return the number of a file."""
-        del sample
-        self._names.append(name)
+        self._names.append(self._inside(sample.where, name))
         return len(self._names) - 1
+
+    def _inside(self, where: str, name: str) -> str:
+        """Return the name of a file in the folder of images, which an absolute one must be in."""
+        path = PurePosixPath(name)
+        if path.is_absolute() and not object_url(self._folder):
+            folder = os.path.abspath(self._folder)
+            path = path.relative_to(folder) if path.is_relative_to(folder) else path
+        if path.is_absolute() or ".." in path.parts or "://" in name or name.startswith("data:"):
+            text = f"names the image {shorten(name)}, which is no file in the folder of images, "
+            raise DataFileError(where, f"{text}{self._folder}; put it there, or name its folder")
+        return str(path)
 
     def where(self, image: int) -> str:
         """Return the path of a file."""
@@ -191,10 +204,7 @@ class FileImages(ImageSource):
 
     def read(self, image: int, limits: ImageLimits) -> bytes:
         """Return the content of a file."""
-        path, name = self.where(image), PurePosixPath(self._names[image])
-        if name.is_absolute() or ".." in name.parts or "://" in self._names[image]:
-            text = f"leads out of the folder of images, {self._folder}; name files in it"
-            raise DataFileError(self._names[image], text)
+        path = self.where(image)
         try:
             if object_url(path):
                 return find_object(path).content(limit=limits.bytes)
@@ -233,6 +243,15 @@ def sample_of(where: str, line: bytes, images: tuple[int, ...]) -> ImageSample:
         {"role": "assistant", "content": talk.completion},
     ]
     return ImageSample(where=where, messages=messages, tools=talk.tools, images=images)
+
+
+def _is_conversation(content: bytes) -> bool:
+    """Return whether a text is a conversation, or damaged; else it describes an image."""
+    try:
+        record = parse_json(content, name="json")
+    except mt_files.FileError:
+        return True
+    return not isinstance(record, dict) or not _TALKS.isdisjoint(record)
 
 
 def _named_images(where: str, line: bytes) -> list[str]:

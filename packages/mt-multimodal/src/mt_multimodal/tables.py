@@ -126,7 +126,7 @@ class TableImages(FileImages):
             self._names.append(f"{where}: image {place[2] + 1}")
             self._places.extend(place)
         elif isinstance(path, str):
-            self._names.append(path)
+            self._names.append(self._inside(where, path))
             self._places.extend((_BY_PATH, 0, 0))
         else:
             text = f"has the image {shorten(cell)}; give bytes, or a path"

@@ -14,6 +14,8 @@ BLOCK = 512
 DIGEST = 16
 _MOST_NAME, _MOST_PAX = 1 << 12, 1 << 16
 _EXTENSIONS = (b"x", b"g", b"L", b"K")
+# The first bytes of gzip, bzip2, xz and Zstandard.
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")
 _FILES = (b"0", b"\0", b"7")
 _REFUSED = {
     b"1": "a hard link",
@@ -51,6 +53,9 @@ def read_members(ranges: Ranges) -> Iterator[Member]:
             have the same name, or there is a link, a device, a sparse file or another special
             member.
     """
+    if ranges.read(0, min(ranges.size, 6)).startswith(_COMPRESSED):
+        text = "is compressed, and has no places to read from; decompress it, as with gzip -d"
+        raise DataFileError(ranges.name, text)
     stream, names, own = Stream(ranges), set[str](), dict[str, str]()
     while stream.at + BLOCK <= ranges.size:
         place, block = stream.at, stream.take(BLOCK)
