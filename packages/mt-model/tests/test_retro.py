@@ -151,6 +151,14 @@ def test_scores_equal_plain_loops(packed: bool) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("layers", "places"), [(12, [6, 9, 12]), (24, [9, 12, 15, 18, 21, 24])])
+def test_deeper_models_begin_to_attend_later(layers: int, places: list[int]) -> None:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": layers, "num_heads": 4}
+    model = GPT(gpt(**sizes, retro=RetroConfig()), device="meta")
+    found = [index for index, layer in model.layers.items() if layer.cross is not None]
+    assert [1 + int(index) for index in found] == places
+
+
 def test_a_new_model_is_the_gpt_that_it_starts_from() -> None:
     model, batch = model_of(new=True), batch_of()
     plain = GPT(config_of(retro=None), dtype=torch.float64, seed=5).eval()

@@ -54,7 +54,8 @@ class ModelConfig(StackConfig):
             no part of the softmax, and have no logits.
         images: Images among the tokens, `batch["pixel_values"]`; None for a model of text alone.
         mtp: Modules that predict further tokens in training; None for none.
-        retro: Attention to retrieved neighbours, `batch["neighbours"]`; None for none.
+        retro: Attention to retrieved neighbours, `batch["neighbours"]`, such as `{chunk: 64,
+            neighbours: 2, encoder_layers: 2, first: 6, every: 3}`; None for none.
         encoder_layers: Number of first layers that form an encoder, with a norm and dropout of its
             own; the other layers are the decoder, which attends to the encoder's output
             (`CrossAttentionConfig`). 0 for no encoder.
@@ -298,7 +299,7 @@ class ModelConfig(StackConfig):
             tower, tokens = self.images.tower, self.images.num_tokens
             embeddings.append(f"images [{tower.num_layers} layers, {tokens} tokens each]")
         if self.retro is not None:
-            first, every = self.retro.first - 1, self.retro.every
+            first, every = self.retro.places(self.num_layers)[0], self.retro.every
             embeddings.append(f"neighbours [from layer {first}, every {every}]")
         if self.token_types:
             embeddings.append(f"token types [{self.token_types}]")

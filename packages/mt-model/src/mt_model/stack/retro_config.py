@@ -14,6 +14,8 @@ from mt_model.feed_forward.mlp_config import MLPConfig
 from mt_model.rope.config import RopeConfig
 from mt_model.stack.layer_config import LayerConfig
 
+_SHALLOW = 15  # largest number of layers of a model that attends to neighbours from layer 6
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetroConfig:
@@ -29,15 +31,15 @@ class RetroConfig:
         neighbours: Number of neighbours of a chunk; those that are missing are masked.
         encoder_layers: Number of bidirectional layers of the neighbours' encoder, each of which
             also attends to the hidden states of the chunk, as they enter layer `first`.
-        first: Number of the first layer with cross-attention, counted from 1: 6 in the paper, or 9
-            in deeper models.
+        first: Number of the first layer with cross-attention, counted from 1; by default as in the
+            paper: 6, or 9 in models of more than 15 layers.
         every: Distance of the layers with cross-attention.
     """
 
     chunk: int = 64
     neighbours: int = 2
     encoder_layers: int = 2
-    first: int = 6
+    first: int | None = None
     every: int = 3
 
     def __post_init__(self) -> None:
@@ -55,13 +57,19 @@ class RetroConfig:
 
     def places(self, num_layers: int) -> range:
         """Return the indices of the layers with cross-attention, counted from 0."""
-        return range(self.first - 1, num_layers, self.every)
+        return range(self._first(num_layers) - 1, num_layers, self.every)
+
+    def _first(self, num_layers: int) -> int:
+        if self.first is not None:
+            return self.first
+        return 6 if num_layers <= _SHALLOW else 9
 
     def obstacle(self, layers: Sequence[LayerConfig]) -> str | None:
         """Say why layers can't attend to neighbours; None if they can."""
         places = self.places(len(layers))
         if not places:
-            return f"first={self.first}, and the model has {len(layers)} layers; use a smaller one"
+            first, count = self._first(len(layers)), len(layers)
+            return f"first={first}, and the model has {count} layers; use a smaller one"
         for index in places:
             layer = layers[index]
             if not isinstance(layer.mixer, AttentionConfig) or layer.feed_forward is None:
