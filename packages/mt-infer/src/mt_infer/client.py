@@ -1,4 +1,4 @@
-"""A client of servers with OpenAI's interface, by the standard library."""
+"""A client of servers with OpenAI's interface, with the standard library alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from mt_files import FileError, UserError, parse_json, shorten
 
 KEY_VARIABLE = "MT_INFER_API_KEY"  # of the environment
-_MOST_BYTES = 1 << 24  # of an answer, or of an event of a stream
+_MOST_BYTES = 1 << 24  # largest answer, or event of a stream
 _USUAL_PORTS = {"http": 80, "https": 443}
 _OK = 200
 
@@ -32,7 +32,7 @@ class ServerError(UserError):
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is the address of a server, rather than a folder."""
+    """Return whether a text is the address of a server and not a folder."""
     return text.startswith(("http://", "https://"))
 
 
@@ -78,7 +78,7 @@ class Client:
         """Send a body, and yield the events of the answer as they come.
 
         Args:
-            path: Path behind `/v1`, such as `/chat/completions`.
+            path: Path after `/v1`, such as `/chat/completions`.
             body: Fields of the request, to which `stream` is added.
 
         Raises:
@@ -107,7 +107,7 @@ class Client:
     def _asked(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request, and give the response with status 200."""
+        """Send a request, and yield the response with status 200."""
         headers = {"Accept": "application/json, text/event-stream"}
         content = None
         if body is not None:

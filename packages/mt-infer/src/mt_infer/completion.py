@@ -1,4 +1,4 @@
-"""What a request gives back: deltas as they come, and the whole."""
+"""Results of a request: the deltas, and the whole completion."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Completion:
         logprobs: Logprob of each token, if wanted.
         top_logprobs: For each token the most likely ones, if wanted.
         prompt_logprobs: Logprob of each token of the prompt from the second on, if wanted.
-        prompt_top_logprobs: For each of them the most likely tokens, if wanted.
+        prompt_top_logprobs: The most likely tokens for each of these places, if wanted.
     """
 
     tokens: list[int]
@@ -40,16 +40,16 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What a step added to a continuation.
+    """The addition of one step to a continuation.
 
     Attributes:
-        index: Number of the continuation: of prompt `index // n`, in a call with n of each.
+        index: Number of the continuation; it belongs to prompt `index // n`.
         tokens: New tokens.
         text: New text, of whole characters, and without the beginning of a stop text.
         logprobs: Logprobs of the new tokens, if wanted.
         top_logprobs: For each new token the most likely ones, if wanted.
         step: Step of the checkpoint that made them; None for a folder of Hugging Face.
-        completion: The whole, with the last delta.
+        completion: The whole completion, in the last delta.
     """
 
     index: int

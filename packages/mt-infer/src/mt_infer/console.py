@@ -1,4 +1,4 @@
-"""Output of the command, to streams that may be closed, full or of any encoding."""
+"""Output of the command, to streams that may be closed or full, in any encoding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def told_once(env: DistributedEnv) -> Iterator[None]:
-    """Let one rank of each node report an error that all of them find."""
+    """Let one rank of each node report an error that all its ranks find."""
     # The launcher ends all ranks as soon as one exits, so who is there later has its own error.
     try:
         yield
@@ -45,7 +45,7 @@ def told_once(env: DistributedEnv) -> Iterator[None]:
 
 
 def keep_quiet(_: str) -> None:
-    """Write nothing, as another rank writes the same message."""
+    """Write nothing, since another rank writes the same message."""
 
 
 def bounded(text: str) -> str:

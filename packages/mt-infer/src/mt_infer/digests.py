@@ -1,4 +1,4 @@
-"""Digests of weights: of the files that they are read from, or of the tensors themselves."""
+"""Digests of weights: of their files, or of the tensors themselves."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mt_infer.loading import Run
 def run_digest(run: Run) -> str:
     """Return the digest of a folder's weights, in hexadecimal.
 
-    It is the hash of the names and hashes of their files: of a run those that the checkpoint has
-    recorded, without the optimizer's, and of a folder of Hugging Face all of its tensors' files.
+    It is the hash of the names and hashes of their files: for a run the files that the checkpoint
+    records, without the optimizer's, and for a folder of Hugging Face all files with tensors.
     """
     if isinstance(run.source, Path):
         digests = inspect_checkpoint(run.source).digests(f"{RunFolder.WEIGHTS}/")
@@ -50,8 +50,8 @@ class Identity:
 
     Args:
         step: Step that made the weights; None for a folder of Hugging Face.
-        find_digest: Returns the digest; it is called when the digest is first read.
-        is_of_files: Whether the weights are those of files, and no caller gave them.
+        find_digest: Function that returns the digest; called at the first read of the digest.
+        is_of_files: Whether the weights come from files, and not from a caller.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Identity:
 
     @classmethod
     def of_model(cls, model: GPT, step: int | None) -> Identity:
-        """Return the identity of a model's weights as a caller gave them."""
+        """Return the identity of weights that a caller gave to a model."""
         return cls(step, partial(model_digest, model), is_of_files=False)
 
     @cached_property

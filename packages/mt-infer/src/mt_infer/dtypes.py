@@ -8,10 +8,10 @@ from mt_parallel_state import ParallelState
 
 
 def dtype_of(state: ParallelState, given: str | torch.dtype | None) -> torch.dtype:
-    """Return a model's dtype: the given one, or its device's usual one.
+    """Return a model's dtype: the given one, or the usual one of its device.
 
     Raises:
-        ValueError: No model computes in it.
+        ValueError: No model computes in this dtype.
     """
     given = given or ("bf16" if state.device.type == "cuda" else "fp32")
     found = DTYPES.get(given) if isinstance(given, str) else given

@@ -23,28 +23,28 @@ _DIGITS = 32
 
 
 class Embedder:
-    """A function from chunks to vectors, as databases of mt-retro are made by.
+    """A function from chunks to vectors, for databases of mt-retro.
 
     A vector is the mean, in fp32, of the normed output of the model's last layer. Chunks come in
-    passes of 32, so equal calls have equal bits. It takes one thread of torch, since the bits of
-    products may depend on their number.
+    passes of 32, so equal calls have equal bits. Torch uses one thread, since the bits of products
+    may depend on the number of threads.
 
     Args:
-        model: A language model, or one that sees tokens on both sides such as BERT.
-        digest: Digest of the model's weights, which the name has.
-        tokenizer: Tokenizer of the model, for chunks of another one.
-        source: Tokenizer of the chunks, whose text the model's tokenizer encodes anew; None where
-            both are the same.
+        model: A language model, or a bidirectional one such as BERT.
+        digest: Digest of the model's weights, a part of the name.
+        tokenizer: Tokenizer of the model, for chunks of another tokenizer.
+        source: Tokenizer of the chunks, whose text the model's tokenizer encodes anew; None if both
+            are the same.
 
     Attributes:
-        name: Name of the embedding: what decides its vectors.
+        name: Name of the embedding, with everything that decides its vectors.
         dim: Number of values in a vector.
 
     Raises:
         RunError: The model has an encoder and a decoder, or the tokenizer is missing.
 
     Shape:
-        `embedder(chunks)`: [n, m] tokens, with negative numbers behind the last of a chunk;
+        `embedder(chunks)`: [n, m] tokens, with negative numbers after the last of a chunk;
         [n, dim] float32.
     """
 

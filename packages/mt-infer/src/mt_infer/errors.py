@@ -1,4 +1,4 @@
-"""Errors that a user can solve: shown as one message, without a traceback."""
+"""Errors that a user can solve, shown as one message without a traceback."""
 
 from __future__ import annotations
 

@@ -34,17 +34,17 @@ class Generator:
         model: This rank's stage: all layers without pipeline stages; under tensor parallelism its
             shards of them.
         config: The model's layer list.
-        tokenizer: The one the model was trained with.
+        tokenizer: Tokenizer of the model's training.
         ends: Ids of the tokens that end a text; none means the tokenizer's end-of-document token.
         stages: The ranks that hold the stages, in order; None: this rank holds all layers.
-        cuda_graphs: Replay a CUDA graph for each token behind the prompt; the tokens are the same.
-            On a CPU nothing is captured, and what a replay would compute wrong raises
+        cuda_graphs: Replay a CUDA graph for each token after the prompt; the tokens are the same.
+            On a CPU nothing is captured, and computations that a replay would get wrong raise
             `mt_fusions.GraphError`.
-        kv_cache_dtype: What keys and values are kept in: `full`, the model's dtype, `fp8`, `int8`
-            or another format of mt-quant; `auto` is what the model has calibrated scales for, and
-            `full` without any.
-        on_eager: Told once a text why its passes are not replayed, where they can't be; None
-            raises `mt_fusions.GraphError`.
+        kv_cache_dtype: Format of cached keys and values: `full`, the model's dtype, `fp8`, `int8`
+            or another format of mt-quant; `auto` is the format of the model's calibrated scales,
+            and `full` without any.
+        on_eager: Function to call once for each text with the reason why its passes can't be
+            replayed; None raises `mt_fusions.GraphError`.
         retrieve: Function from chunks to their neighbours, for a model with `retro`, such as
             `mt_retro.Retriever(database)` or `Passages(...)`: it is called for each finished chunk
             of prompt and answer. Without it no chunk has neighbours.
@@ -69,7 +69,7 @@ class Generator:
                 `stop` and `max_tokens`.
 
         Raises:
-            ValueError: Another parameter is given, which `Engine` alone has.
+            ValueError: A parameter is given that only `Engine` supports.
             PromptError: The prompt is not valid text, fills the model's context, or has an image
                 token.
             LogitsError: The model's scores have NaN, or no finite maximum.
@@ -140,7 +140,7 @@ class Generator:
                 yield token
 
     def _check_retrieval(self) -> None:
-        """Refuse a database for a model that reads none, and graphs for one that does."""
+        """Refuse a database for a model without retrieval, and graphs for a model with it."""
         retro = self.config.retro
         if retro is None and self.retrieve is not None:
             raise ValueError("the model reads no neighbours (model.retro); leave retrieve out")

@@ -29,7 +29,7 @@ class Image:
 
     Attributes:
         start: Place of its first token.
-        end: Place behind its last token.
+        end: Place after its last token.
         digest: Hash of its pixels.
         pixels: Its pixel values.
     """
@@ -71,7 +71,7 @@ def place_images(
     config: ModelConfig,
     preprocess: Preprocess | None = None,
 ) -> tuple[list[int], tuple[Image, ...]]:
-    """Return a prompt's tokens with as many image tokens as each image has, and the images.
+    """Return a prompt's tokens with all tokens of each image, and the placed images.
 
     Args:
         tokens: The prompt, with one image token for each image, or with all of them.
@@ -80,8 +80,8 @@ def place_images(
         preprocess: Function that makes pixel values of a path or an image; None for neither.
 
     Raises:
-        PromptError: The model takes no images, there are more or fewer than image tokens, or one
-            has another shape.
+        PromptError: The model takes no images, their number differs from the number of image
+            tokens, or an image has another shape.
     """
     how = config.images
     if how is None:

@@ -74,8 +74,8 @@ class Run:
     Attributes:
         folder: The run folder, or the folder of Hugging Face.
         config: The model's config.
-        own_tokenizer: The tokenizer with which the model was trained; None for a folder of Hugging
-            Face that has none.
+        own_tokenizer: The tokenizer of the model's training; None for a folder of Hugging Face
+            without a tokenizer.
         num_tokens: Number of tokens of the vocabulary, without padding.
         ends: Ids of the tokens that end a text.
         source: The step directory, or the tensors of a folder of Hugging Face.
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def hugging_face(self) -> Path:
-        """The folder of Hugging Face that it is, or that the run started from."""
+        """The folder of Hugging Face: this folder, or the one that the run started from."""
         return self.folder if self.step is None else RunFolder(self.folder).hugging_face
 
     @property
@@ -103,13 +103,13 @@ class Run:
 
     @property
     def base_format(self) -> str | None:
-        """Format from which the base of the run's adapters is dequantised; None for none."""
+        """Quantised format of the base of the run's adapters; None if it is not quantised."""
         saved = _saved_adapters(self.source) if isinstance(self.source, Path) else None
         return None if saved is None else saved.base_format
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, for what needs one.
+        """The tokenizer.
 
         Raises:
             RunError: The folder has none.
@@ -121,7 +121,7 @@ class Run:
         return self.own_tokenizer
 
     def pixels(self, image: Any) -> Tensor:
-        """Return the pixel values that the model takes for an image, a path or one of pillow.
+        """Return the model's pixel values of an image, given as a path or as a pillow image.
 
         Shape:
             Returns [C, H, W].
@@ -430,7 +430,7 @@ def _saved_adapters(path: Path) -> SavedAdapters | None:
 
 
 def _fill_adapted(model: GPT, path: Path, state: ParallelState, *, ema: bool) -> None:
-    """Read the base of a run's adapters with these added; each rank reads its own part."""
+    """Read the base of a run's adapters with the adapters added; each rank reads its part."""
     with open_arrays(path) as arrays:
         saved = arrays.manifest.metadata_as(SavedModel)
         with open_adapted(arrays, saved, ema=ema) as adapted:

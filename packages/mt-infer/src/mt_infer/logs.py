@@ -13,7 +13,7 @@ _LONGEST, _DEEP = 4000, 20
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record as a line of ASCII, with all other characters escaped."""
+    """A formatter that writes a record as a line of ASCII, with all other characters escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""

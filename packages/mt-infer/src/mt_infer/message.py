@@ -1,4 +1,4 @@
-"""Values as bytes: JSON, then the bytes among them as they are, without pickle."""
+"""Values as bytes, without pickle: JSON, then the bytes objects in it, unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-_TAG = 16  # letters of the key that marks what is no JSON; drawn, as values have other keys
+_TAG = 16  # letters of the random key that marks values outside JSON
 _SIZE = 8  # bytes of a length
 HEAD = _TAG + 2 * _SIZE
 """Number of bytes of the head of a message, from which `size_behind` knows the rest."""
@@ -23,7 +23,7 @@ def pack(value: Any, adapted: Callable[[Any], Any] | None = None) -> bytes:
         adapted: Function that makes a dataclass of anything else.
 
     Raises:
-        TypeError: It holds something else.
+        TypeError: The value holds something else.
     """
     raw, tag = list[bytes](), secrets.token_hex(_TAG // 2)
 
@@ -51,7 +51,7 @@ def _defaults(kind: type[Any]) -> list[tuple[str, Any]]:
 
 
 def size_behind(head: bytes) -> int:
-    """Return the number of bytes behind the head of a message."""
+    """Return the number of bytes after the head of a message."""
     return sum(int.from_bytes(head[start : start + _SIZE]) for start in (_TAG, _TAG + _SIZE))
 
 
@@ -60,11 +60,11 @@ def unpack(message: bytes, *kinds: type[Any], **makers: Callable[..., Any]) -> A
 
     Args:
         message: The bytes.
-        kinds: Dataclasses that it may hold; their sequences are tuples then.
-        makers: Functions of the fields of further dataclasses, by their names.
+        kinds: Dataclasses that the value may hold; their sequences become tuples.
+        makers: Functions that make further dataclasses from their fields, by name.
 
     Raises:
-        ValueError: The bytes are none of `pack`, or hold another dataclass.
+        ValueError: The bytes are not from `pack`, or hold another dataclass.
     """
     known = {kind.__name__: kind for kind in kinds}
     tag = message[:_TAG].decode()

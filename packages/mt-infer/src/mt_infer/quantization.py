@@ -24,7 +24,7 @@ _MAX_TEXT = 1 << 28
 
 @dataclass(kw_only=True)
 class Calibration:
-    """Batches of one sequence each from a text, which is read at the first batch.
+    """Batches of one sequence each from a text, which the first batch reads.
 
     Attributes:
         path: The text file.
@@ -114,8 +114,8 @@ def quantize_model(
     """Quantise a run's model, write it with its tokenizer, and return a table of its sizes.
 
     Args:
-        model: The whole model, on this process; changed in place. Scales and what stays in full
-            precision have its dtype.
+        model: The whole model, in this process; changed in place. Scales, and tensors that stay in
+            full precision, have its dtype.
         run: The folder that it was read from.
         config: The rules.
         out: The folder to make; it must not exist, or be empty.
@@ -126,8 +126,8 @@ def quantize_model(
     Raises:
         QuantizationError: The rules don't fit the model, or a weight is not finite.
         CalibrationError: Data is needed and missing, empty, or leads to values that aren't finite.
-        ExchangeError: The model belongs to no family of Hugging Face, or the layout has no place
-            for what a rule makes. Nothing is left at `out`.
+        ExchangeError: The model belongs to no family of Hugging Face, or the layout can't hold the
+            result of a rule. Nothing is left at `out`.
     """
     before = sum(param.nbytes for param in model.parameters())
     sizes = quantize_for_folder(model, config, calibration, layout=layout, progress=progress)

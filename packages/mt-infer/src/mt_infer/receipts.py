@@ -1,4 +1,4 @@
-"""Receipts: what made an answer of a server, so that it can be made again."""
+"""Receipts of a server's answers, with everything needed to make an answer again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Answered:
 
 @dataclass(frozen=True, kw_only=True)
 class Receipt:
-    """What made an answer.
+    """Everything that decided an answer.
 
     Attributes:
         model: Name of the model.
@@ -52,7 +52,7 @@ class Receipt:
         tokenizer: Digest of the tokenizer; None without one.
         dtype: Dtype of the weights.
         layout: Ranks that shared the model.
-        kernels: What computed each operation, and the format of cached keys and values.
+        kernels: Kernel of each operation, and the format of cached keys and values.
         versions: Versions of the libraries.
         prompts: Tokens of the prompts.
         sampling: Parameters of the choice.
@@ -103,8 +103,8 @@ def read_receipt(path: Path) -> Receipt:
     """Read a receipt, or the answer that brought one.
 
     Raises:
-        FileError: The file can't be read, or has none.
-        SchemaError: It is no receipt.
+        FileError: The file can't be read, or has no receipt.
+        SchemaError: The content is no receipt.
     """
     value: Any = read_json(path, limit=_MOST_BYTES)
     if isinstance(value, dict) and "receipt" in value:

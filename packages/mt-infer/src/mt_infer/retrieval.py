@@ -15,8 +15,8 @@ from torch import Tensor
 class Retrieve(Protocol):
     """A function from chunks to passages, such as `mt_retro.Retriever`.
 
-    The result has `tokens` [n, k, 2 * chunk]: of each chunk the passages, the nearest first, with
-    negative numbers behind the end of each and where there is none.
+    The result has `tokens` [n, k, 2 * chunk]: the passages of each chunk, the nearest first, with
+    negative numbers after the end of each passage and for missing passages.
     """
 
     def __call__(self, chunks: Sequence[NDArray[np.int64]], k: int, /) -> Any: ...  # noqa: D102
@@ -26,10 +26,10 @@ class Passages:
     """The same passages for each chunk of a text, in place of a database.
 
     Args:
-        passages: Tokens of each.
+        passages: Tokens of each passage.
 
     Attributes:
-        tokens: The tokens, as of `Retrieve`; made in each call.
+        tokens: The tokens, as in `Retrieve`; empty except in the result of a call.
     """
 
     def __init__(self, passages: Sequence[Sequence[int]]) -> None:
@@ -40,7 +40,7 @@ class Passages:
         """Return the passages for each chunk.
 
         Raises:
-            ValueError: There are more than k, or one is longer than two chunks.
+            ValueError: There are more than k passages, or a passage is longer than two chunks.
         """
         room = 2 * len(chunks[0])
         longest = max(map(len, self._passages), default=0)
@@ -62,15 +62,15 @@ def retrieved(
     """Return the neighbours of the chunks that a pass finishes, as entries of its batch.
 
     Args:
-        retrieve: The function that finds them.
-        text: All tokens so far, the new ones too.
+        retrieve: The function that finds the neighbours.
+        text: All tokens so far, including the new ones.
         held: Number of tokens before the pass.
-        retro: How the model attends to neighbours.
+        retro: The model's settings of retrieval.
         vocab_size: Size of the model's vocabulary.
 
     Shape:
         text: [1, S]. Returns `neighbours` [1, L, k, 2 * chunk] and `neighbour_lengths` [1, L, k];
-        nothing where the pass finishes no chunk.
+        empty if the pass finishes no chunk.
 
     Raises:
         ValueError: The passages have another shape, or tokens that the model doesn't know.

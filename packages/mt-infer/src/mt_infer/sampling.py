@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen."""
+"""Parameters of the choice of a request's tokens."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Sampling:
 
     Scores go through these in order: the grammar, allowed tokens, bad words, the repetition,
     frequency and presence penalty, the bias, `min_tokens`; then, unless greedy, temperature, top-k,
-    top-p, min-p and typical-p, each of what the one before has kept.
+    top-p, min-p and typical-p, each applied to the tokens that the one before has kept.
 
     At most one of `json_schema`, `regex` and `grammar` may be given; they need
-    `mt-infer[grammar]`. The continuation then ends only where its text is whole, and at once where
+    `mt-infer[grammar]`. The continuation then ends only after a complete text, and as soon as
     nothing may follow, unless it first reaches `max_tokens`.
 
     Attributes:
         seed: The same seed gives the same tokens, on any number of ranks and beside any other
-            requests. None draws one, which the completion names.
+            requests. None draws a seed, which the completion has.
         temperature: Divisor of the scores; 0 is greedy.
         top_k: Number of most likely tokens to keep (and ties with the last); 0 keeps all.
         top_p: Keep the smallest set of most likely tokens whose probability reaches p.
@@ -34,15 +34,16 @@ class Sampling:
         typical_p: Keep the smallest set of tokens whose information is nearest to the entropy
             and whose probability reaches p (https://arxiv.org/abs/2202.00666).
         presence_penalty: Subtracted from the scores of tokens that the continuation has.
-        frequency_penalty: The same, for each time that it has them.
+        frequency_penalty: Subtracted from the score of a token for each occurrence in the
+            continuation.
         repetition_penalty: Divisor of positive scores, and factor of negative ones, of tokens of
             the prompt and the continuation (https://arxiv.org/abs/1909.05858).
         logit_bias: Added to the scores of tokens, by their ids.
         allowed_token_ids: The only tokens to choose from; none means all.
         bad_words: Texts, or lists of tokens, that the continuation never has.
         stop: Texts that end the continuation, which is cut before the first of them.
-        stop_token_ids: Tokens that end it, beside the model's own.
-        min_tokens: Number of tokens before one may end it.
+        stop_token_ids: Tokens that end the continuation, besides the model's own ends.
+        min_tokens: Number of tokens before a token may end the continuation.
         max_tokens: Largest number of tokens; 0 only scores the prompt.
         n: Number of continuations of each prompt.
         logprobs: Whether to return the logprob of each token, by the model's scores as they are;
@@ -103,7 +104,7 @@ class Sampling:
 
     @property
     def kept(self) -> tuple[float, ...]:
-        """What turns scores into a distribution; requests with the same are drawn together."""
+        """Parameters of the distribution; requests with equal ones are drawn together."""
         return self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p
 
     @property
@@ -116,7 +117,7 @@ class Sampling:
 
 
 def _tuple(value: object) -> object:
-    """Return lists as tuples, one level deeper too, and a lone text as a tuple of it."""
+    """Return lists, also nested ones, as tuples, and a lone text as a tuple of one."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list | tuple):

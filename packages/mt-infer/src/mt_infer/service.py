@@ -1,4 +1,4 @@
-"""How the requests of a call are served: before which others, until when, and for whom."""
+"""Service of a call's requests: their priority, deadline and caller."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from mt_files import Checks
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """How the requests of a call are served.
+    """Service of a call's requests.
 
     Attributes:
         priority: Requests of a higher priority are served first, and take blocks from lower ones.
-        deadline_s: Seconds after the call at which a request ends with `deadline`, whatever it
-            has by then; None for no deadline.
+        deadline_s: Seconds after the call at which a request ends with `deadline`, complete or
+            not; None for no deadline.
         caller: The owner of the cached blocks of the prompts and answers: the prefix cache finds
-            them for this caller alone. A server makes it of a client's key, and of a salt if the
-            client gives one.
+            them for this caller alone. A server derives it from a client's key, and from a salt if
+            the client gives one.
     """
 
     priority: int = 0

@@ -1,4 +1,4 @@
-"""Text to tokens and back: prompts, texts that end a continuation, and text as it comes."""
+"""Text to tokens and back: prompts, texts that end a continuation, and streams of text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mt_model import ModelConfig
 from mt_tokenizer import Tokenizer, TokenizerError
 
 _DROPPED = 16  # tokens without text that a stop text may have inside
-_CUT = "\ufffd"  # stands for a character whose bytes are not all there yet
+_CUT = "\ufffd"  # stands for a character with missing bytes
 
 
 class PromptError(ValueError):
@@ -18,7 +18,7 @@ class PromptError(ValueError):
 def encode_prompt(prompt: str, tokenizer: Tokenizer, config: ModelConfig) -> list[int]:
     """Return the tokens of a prompt, in which names of special tokens stand for these tokens.
 
-    An empty one becomes the end-of-document token, which also ends the text of an encoder.
+    An empty prompt becomes the end-of-document token, which also ends the text of an encoder.
 
     Raises:
         PromptError: The prompt is not valid text, or fills the model's context.
@@ -38,11 +38,11 @@ def check_prompt(tokens: Sequence[int], config: ModelConfig, *, fills: bool = Fa
 
     Args:
         tokens: The tokens.
-        config: The model's.
-        fills: Whether they may fill the context, as for a single token behind them.
+        config: Config of the model.
+        fills: Whether they may fill the context, as for a single token after them.
 
     Raises:
-        PromptError: There are none, too many, or one that the model doesn't know.
+        PromptError: There are no tokens or too many, or the model doesn't know one.
     """
     limit = config.max_sequence_length
     most = limit if config.encoder_layers or fills else limit - 1
@@ -70,19 +70,19 @@ class StopTexts:
     """Texts that end a continuation.
 
     Args:
-        texts: The texts; none never ends one.
+        texts: The texts; without texts nothing is ended.
         tokenizer: The tokenizer of the continuation.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self.texts, self._tokenizer = tuple(texts), tokenizer
-        # A token has a byte at least, but for those that a decoder drops.
+        # A token has at least one byte, except for tokens that a decoder drops.
         self._window = max((len(text.encode()) for text in texts), default=0) + _DROPPED
 
     def cut(self, tokens: list[int]) -> str | None:
         """Return the text of tokens before the first of the stop texts; None if it has none.
 
-        Called after each token, so only the last ones are looked at.
+        It is called after each token, so it looks only at the last tokens.
         """
         if not self.texts or not self._found(self._tokenizer.decode(tokens[-self._window :])):
             return None
@@ -91,7 +91,7 @@ class StopTexts:
         return text[: min(found)] if found else None
 
     def held_back(self, text: str) -> int:
-        """Return the length of a text's end with which a stop text may begin."""
+        """Return the length of the text's end that may begin a stop text."""
         sizes = range(min(len(text), max(map(len, self.texts), default=0)), 0, -1)
         return next((n for n in sizes if any(each.startswith(text[-n:]) for each in self.texts)), 0)
 
@@ -101,9 +101,9 @@ class StopTexts:
 
 
 class TextStream:
-    """The text of a continuation, as its tokens come.
+    """The text of a continuation, token by token.
 
-    Only whole characters are given out, and no beginning of a stop text.
+    Only whole characters are returned, and no beginning of a stop text.
 
     Args:
         tokenizer: The tokenizer of the continuation.
@@ -116,7 +116,7 @@ class TextStream:
         self._given = self._waiting = ""
 
     def next(self, tokens: list[int]) -> str:
-        """Return the new text of all tokens until now."""
+        """Return the new text, given all tokens so far."""
         known = self._tokenizer.decode(tokens[self._first : self._read])
         text = self._tokenizer.decode(tokens[self._first :])
         if text.endswith(_CUT):
@@ -129,5 +129,5 @@ class TextStream:
         return new
 
     def rest(self, text: str) -> str:
-        """Return the end of the whole text, as far as it was not given out."""
+        """Return the end of the whole text that has not been returned yet."""
         return text[len(self._given) :]

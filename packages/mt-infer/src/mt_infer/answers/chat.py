@@ -27,13 +27,13 @@ from mt_infer.prompts.calls import asked_calls, parser_of
 
 
 class ChatWriter(ChoicesWriter):
-    """Makes the bodies of answers in a conversation.
+    """A writer of the bodies of answers in a conversation.
 
     Args:
         backend: The engine.
         form: The fields of the request.
-        ask: What the engine was asked.
-        marks: How the model marks the parts of its answers.
+        ask: The engine's task.
+        marks: The model's marks of the parts of its answers.
     """
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -111,7 +111,7 @@ class _Stream:
     """The events of one choice as changes of its message.
 
     Args:
-        parser: Takes the answer apart.
+        parser: Parser of the answer's parts.
         form: The fields of the request.
 
     Attributes:
@@ -123,7 +123,7 @@ class _Stream:
         self._has_begun = self.has_calls = False
 
     def changes(self, text: str, *, has_ended: bool) -> list[dict[str, Any]]:
-        """Return the changes of a message by a text."""
+        """Return the changes that a text makes to the message."""
         events = self._parser.feed(text) + (self._parser.finish() if has_ended else [])
         found = [] if self._has_begun else [{"role": "assistant", "content": ""}]
         self._has_begun = True
@@ -158,5 +158,5 @@ def _end_of(found: Completion, *, has_calls: bool) -> str:
 
 
 def call_id() -> str:
-    """Return the id of a call, of the nine letters and digits that templates of Mistral take."""
+    """Return the id of a call: nine letters and digits, as Mistral's templates require."""
     return uuid.uuid4().hex[:9]

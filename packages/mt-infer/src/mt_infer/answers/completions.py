@@ -14,7 +14,7 @@ from mt_infer.prompts.prompt import Prompt
 
 
 class CompletionWriter(ChoicesWriter):
-    """Makes the bodies of continuations of texts; see `ChoicesWriter`."""
+    """A writer of the bodies of continuations of texts; see `ChoicesWriter`."""
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
@@ -74,7 +74,7 @@ class CompletionWriter(ChoicesWriter):
         tops: Sequence[Mapping[int, float]] | None,
         offset: int,
     ) -> dict[str, list[Any]]:
-        """Return tokens with their logprobs; None stands for what has none."""
+        """Return tokens with their logprobs; None stands for a missing logprob."""
         texts = [self._text(each) for each in tokens]
         found = [None] * len(tokens) if logprobs is None else [bounded(each) for each in logprobs]
         likely = [
@@ -89,7 +89,7 @@ class CompletionWriter(ChoicesWriter):
         }
 
     def _text(self, token: int) -> str:
-        """Return the text of a token, or its bytes where these are no text."""
+        """Return the text of a token, or its bytes if they are no text."""
         tokenizer = self.backend.tokenizer
         if tokenizer is None:
             return f"token:{token}"

@@ -40,13 +40,13 @@ _SHOWN = (
 
 
 class ResponseWriter:
-    """Makes the events of a response, and the response itself.
+    """A writer of the events of a response, and of the response itself.
 
     Args:
         backend: The engine.
         form: The fields of the request.
-        ask: What the engine was asked.
-        marks: How the model marks the parts of its answers.
+        ask: The engine's task.
+        marks: The model's marks of the parts of its answers.
     """
 
     has_named_events: ClassVar[bool] = True
@@ -74,7 +74,7 @@ class ResponseWriter:
         yield from self._parts(delta.text, delta.completion)
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
-        """Return the events behind the deltas."""
+        """Return the events after the deltas."""
         whole = self._response()
         yield self._event(whole["status"], response=whole)
 
@@ -120,7 +120,7 @@ class ResponseWriter:
         return self._items[-1]
 
     def _open(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Begin an item, unless one of its kind is open."""
+        """Begin an item, unless an item of its kind is open."""
         if self._is_open and self._item["type"] == kind:
             return
         yield from self._close()
@@ -160,7 +160,7 @@ class ResponseWriter:
         of_part: bool = False,
         **fields: Any,
     ) -> dict[str, Any]:
-        """Return an event with the numbers of the output, the item and the part that it is of."""
+        """Return an event with the numbers of its output, item and part."""
         found = {"type": f"response.{kind}", "sequence_number": self._number, **fields}
         if of_output or of_item or of_part:
             found["output_index"] = len(self._items) - 1
@@ -212,6 +212,6 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """Return an item as it is now."""
+    """Return a copy of the current state of an item."""
     parts = item.get("content")
     return {**item, "content": [dict(each) for each in parts]} if parts is not None else dict(item)

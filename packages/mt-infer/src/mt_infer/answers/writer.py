@@ -21,7 +21,7 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Writer(Protocol):
-    """What makes the body of an answer, whole or in events.
+    """A writer of the body of an answer, whole or in events.
 
     Attributes:
         has_named_events: Whether each event begins with its `type` as a name; such a stream has no
@@ -39,7 +39,7 @@ class Writer(Protocol):
         ...
 
     def last_chunks(self) -> Iterable[Mapping[str, Any]]:
-        """Return the events behind the deltas."""
+        """Return the events after the deltas."""
         ...
 
 
@@ -49,7 +49,7 @@ class ChoicesWriter(ABC):
     Args:
         backend: The engine.
         form: The fields of the request.
-        ask: What the engine was asked.
+        ask: The engine's task.
 
     Attributes:
         kind: Name of the body of a whole answer.
@@ -92,7 +92,7 @@ class ChoicesWriter(ABC):
             yield {**self._head(self.chunk_kind, delta.step), "choices": [part], **usage}
 
     def last_chunks(self) -> Iterable[dict[str, Any]]:
-        """Return the chunks behind the deltas."""
+        """Return the chunks after the deltas."""
         ending = self.ending()
         if not self.form.stream_options.include_usage:
             del ending["usage"]
@@ -100,7 +100,7 @@ class ChoicesWriter(ABC):
             yield {**self._head(self.chunk_kind, self.ended[0].step), "choices": [], **ending}
 
     def ending(self) -> dict[str, Any]:
-        """Return the numbers of tokens, and the receipt if it is wanted."""
+        """Return the numbers of tokens, and the receipt if requested."""
         found: dict[str, Any] = {"usage": self._usage()}
         if self.form.receipt:
             found["receipt"] = to_plain(self._receipt())
@@ -146,5 +146,5 @@ def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def bounded(logprob: float) -> float:
-    """Return a logprob as JSON can have it."""
+    """Return a logprob that JSON can represent."""
     return max(logprob, _LEAST_LOGPROB)

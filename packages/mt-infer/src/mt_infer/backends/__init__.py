@@ -1,1 +1,1 @@
-"""Engines as a server uses them: in its process, in others, and several together."""
+"""Engines of a server: in its process, in other processes, and several together."""

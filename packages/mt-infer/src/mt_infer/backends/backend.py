@@ -1,4 +1,4 @@
-"""What the HTTP process needs of an engine, which may run in another process."""
+"""The interface of an engine for the HTTP process; the engine may run in another process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Job:
     Attributes:
         prompts: Tokens of each prompt.
         sampling: How to choose tokens; `n` continuations of a prompt follow one another.
-        images: Images of each prompt, in the order of their tokens; None for none at all.
+        images: Images of each prompt, in the order of their tokens; None if no prompt has images.
         adapter: Name of the adapter.
         service: Priority, deadline and caller.
     """
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A model and its engine, as far as clients may know them.
+    """Facts about a model and its engine that clients may know.
 
     Attributes:
         model: Name of the model.
@@ -60,9 +60,9 @@ class Facts:
         max_sequence_length: Largest number of tokens of a prompt and its answer.
         dtype: Dtype of the weights.
         layout: Ranks that share the model.
-        kernels: What computes each operation, and the format of cached keys and values.
+        kernels: Kernel of each operation, and the format of cached keys and values.
         step: Step of the weights; None for a folder of Hugging Face.
-        digests: Digest of the weights of each step that has been served.
+        digests: Digest of the weights of each served step.
         adapters: Names of the adapters.
         has_encoder: Whether an encoder reads the prompts.
         takes_images: Whether prompts may have images.
@@ -84,18 +84,18 @@ class Facts:
 
     @property
     def digest(self) -> str:
-        """Digest of the weights that are served now."""
+        """Digest of the currently served weights."""
         return self.digests[self.step]
 
     def fingerprint(self, step: int | None) -> str:
-        """Return the `system_fingerprint` of an answer of a step's weights."""
+        """Return the `system_fingerprint` of an answer from a step's weights."""
         number = "" if step is None else f"step{step}-"
         return f"mt-{self.digests[step][:16]}-{number}{self.dtype}-{self.layout}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an engine's process loads.
+    """The model and options that an engine's process loads.
 
     Attributes:
         folder: The run, or the folder of Hugging Face.
@@ -103,8 +103,8 @@ class Setup:
         step: Step of a run's checkpoint; None for the latest.
         dtype: See `Engine.from_folder`.
         follow: Whether newer steps are loaded as they are committed.
-        device: Number of the GPU, counted on from 0 again behind the last one; where several ranks
-            share the model, number of the group of GPUs.
+        device: Number of the GPU, or of the group of GPUs if several ranks share the model; after
+            the last one the count begins at 0 again.
         nproc: Number of ranks that share the model.
         pp: Number of pipeline stages; `nproc / pp` ranks share a stage by tensor parallelism.
         adapters: Folders of adapters by name.
@@ -124,7 +124,7 @@ class Setup:
 
 
 class EngineDownError(RuntimeError):
-    """The engine's process has ended, or does not answer; it is started again."""
+    """The engine's process has ended, or does not answer; a new process is started."""
 
 
 class EngineFailedError(RuntimeError):
@@ -132,7 +132,7 @@ class EngineFailedError(RuntimeError):
 
 
 class Backend(Protocol):
-    """An engine as a server uses it, on one event loop.
+    """An engine for a server, on one event loop.
 
     A ValueError is the caller's mistake, an `EngineDownError` says to try again later, and
     an `EngineFailedError`, or any other, ends one request.
@@ -145,7 +145,7 @@ class Backend(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None for a model of token lists alone."""
+        """The model's tokenizer; None for a model that takes only token lists."""
         ...
 
     @property
@@ -155,13 +155,13 @@ class Backend(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests would be served now."""
+        """Whether the engine can serve requests now."""
         ...
 
     def stream(self, job: Job) -> AsyncGenerator[Delta, None]:
         """Continue prompts, and yield the deltas as they come; closing it cancels the requests.
 
-        Each continuation ends with a delta that has its completion.
+        The last delta of each continuation has its completion.
         """
         ...
 

@@ -17,12 +17,12 @@ from mt_infer.completion import Delta
 from mt_infer.message import pack
 
 _PING_S = 5.0
-_DELTA_BYTES = 64  # of a delta without tokens and text
+_DELTA_BYTES = 64  # bytes of a delta without tokens and text
 _log = logging.getLogger("mt_infer.server")
 
 
 class _Pending:
-    """Messages for one request, until it takes them."""
+    """Waiting messages for one request."""
 
     def __init__(self) -> None:
         self._messages: deque[tuple[dict[str, Any], int]] = deque()
@@ -51,11 +51,11 @@ class Channel:
     """Requests to an engine's process, and its answers.
 
     Args:
-        reader: Messages of the process.
-        writer: Messages to it.
-        on_facts: Called with the facts in a message.
-        max_stream_bytes: Largest number of bytes that wait for the reader of a stream, which fails
-            then.
+        reader: Messages from the process.
+        writer: Messages to the process.
+        on_facts: Function to call with the facts in a message.
+        max_stream_bytes: Largest number of bytes that may wait for the reader of a stream; with
+            more the stream fails.
 
     Attributes:
         is_open: Whether the process has not ended.
@@ -75,7 +75,7 @@ class Channel:
         self._heard = time.monotonic()
 
     async def serve(self, silent_s: float) -> None:
-        """Hand messages out until the process ends, or says nothing for some seconds."""
+        """Distribute messages until the process ends, or is silent for some seconds."""
         pinging = asyncio.create_task(self._ping(silent_s))
         receiving = asyncio.create_task(self._receive())
         try:
@@ -138,7 +138,7 @@ class Channel:
             self._on_facts(message["facts"])
             return
         pending = self._pending.get(message.pop("id"))
-        if pending is None:  # its reader has left
+        if pending is None:  # its reader is gone
             return
         delta: Delta | None = message.get("delta")
         size = 0 if delta is None else _DELTA_BYTES + len(delta.text) + 8 * len(delta.tokens)

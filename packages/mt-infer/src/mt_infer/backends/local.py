@@ -1,4 +1,4 @@
-"""An engine in this process, as the server uses it: one thread makes the passes for all."""
+"""An engine in the server's process: one thread makes the passes for all requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOMENT_S = 0.005
 
 @dataclass(eq=False)
 class _Reader:
-    """Who waits for the deltas of answers."""
+    """A reader that waits for the deltas of answers."""
 
     answers: list[Answer]
     loop: asyncio.AbstractEventLoop
@@ -94,7 +94,7 @@ class LocalEngine:
 
     @property
     def has_lost_weights(self) -> bool:
-        """Whether weights were read in part alone, so that the engine sleeps."""
+        """Whether weights were read only in part, so that the engine sleeps."""
         return not self._is_asleep and not self.engine.is_awake
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -127,7 +127,7 @@ class LocalEngine:
     async def embed(
         self, prompts: Sequence[Sequence[int]], pooling: Pooling = "last"
     ) -> list[list[float]]:
-        """Return a vector for each prompt; between two of them other requests have their passes."""
+        """Return a vector for each prompt; other requests have their passes between two prompts."""
         self._check_ready()
         found = []
         for prompt in prompts:
@@ -153,7 +153,7 @@ class LocalEngine:
     async def load_step(self, step: int | None = None) -> int | None:
         """Read a checkpoint of the run.
 
-        Requests that have begun end with the weights that they have, and new ones wait meanwhile.
+        Running requests end with their current weights, and new ones wait meanwhile.
         """
         async with self._swaps:
             self._may_begin.clear()
@@ -200,7 +200,7 @@ class LocalEngine:
             raise EngineDownError(f"the engine failed: {self._error}")
 
     def _serve(self) -> None:
-        """Make passes while there are requests; an error that no request has ends the engine."""
+        """Make passes while there are requests; an error outside any request ends the engine."""
         try:
             while not self._is_closed:
                 self._is_wanted.wait()
@@ -213,7 +213,7 @@ class LocalEngine:
             self._tell()
 
     def _tell(self) -> None:
-        """Wake the readers that have news."""
+        """Wake the readers with news."""
         ready = [each for each in list(self._readers) if self._error or any_ready(each.answers)]
         for each in ready:
             with suppress(RuntimeError):  # its loop has ended
@@ -221,7 +221,7 @@ class LocalEngine:
 
 
 def _decoded(picture: Picture) -> object:
-    """Return a picture as an image of pillow, which the model's preprocessing takes."""
+    """Return a picture as a pillow image, for the model's preprocessing."""
     from PIL import Image
 
     return Image.frombytes("RGB", (picture.width, picture.height), picture.rgb)

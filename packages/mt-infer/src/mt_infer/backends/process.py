@@ -1,4 +1,4 @@
-"""The engine in a process of its own, watched and started again."""
+"""The engine in a separate process, which is watched and restarted."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class EngineStartError(UserError):
 class EngineProcess:
     """A `Backend` whose engine is another process; `start` it first.
 
-    A process that ends, or says nothing for a minute, ends the requests that it has with
-    `EngineDownError`, and is started again, after a wait that doubles with each failure.
+    If the process ends, or is silent for a minute, its requests end with `EngineDownError`, and a
+    new process is started after a wait that doubles with each failure.
 
     Args:
-        setup: What it loads.
-        max_stream_bytes: Largest number of bytes that may wait for a slow reader of a stream, which
-            then fails.
+        setup: The model and options to load.
+        max_stream_bytes: Largest number of bytes that may wait for the reader of a stream; with
+            more the stream fails.
     """
 
     def __init__(self, setup: Setup, *, max_stream_bytes: int = 1 << 20) -> None:
@@ -82,14 +82,14 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Number of the process; None while there is none."""
+        """Number of the process; None without a process."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
         """Start the process and wait until it has loaded the model.
 
         Raises:
-            EngineStartError: It can't.
+            EngineStartError: The process can't load the model.
         """
         channel = await self._started()
         self._watcher = asyncio.create_task(self._watch(channel))
@@ -123,7 +123,7 @@ class EngineProcess:
         return await self._running.call("stats")
 
     async def load_step(self, step: int | None = None) -> int | None:
-        """Read a checkpoint of the run; a process that is started again reads it too."""
+        """Read a checkpoint of the run; a restarted process reads it too."""
         found = await self._running.call("load_step", step=step)
         self._setup = replace(self._setup, step=step)
         return found
@@ -139,7 +139,7 @@ class EngineProcess:
         self._is_asleep = False
 
     async def load_adapter(self, name: str, folder: str) -> None:
-        """Load a LoRA adapter; a process that is started again loads it too."""
+        """Load a LoRA adapter; a restarted process loads it too."""
         await self._running.call("load_adapter", name=name, folder=folder)
         self._setup = replace(self._setup, adapters=self._setup.adapters | {name: folder})
 

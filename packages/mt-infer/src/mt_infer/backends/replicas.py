@@ -1,4 +1,4 @@
-"""Several engines behind one server: each request goes to one of them."""
+"""Several engines of one server: each request goes to one engine."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from mt_infer.backends.backend import (
 from mt_infer.completion import Delta
 from mt_infer.sampling import Sampling
 
-_BLOCK = 16  # tokens that a key stands for
+_BLOCK = 16  # tokens of a key
 _MOST_KEYS = 1 << 16
 
 
 @dataclass(eq=False, kw_only=True)
 class _Replica:
-    """An engine, with what is known of its cache.
+    """An engine, with keys of the prompts in its cache.
 
     Attributes:
         backend: The engine.
-        load: Number of continuations that it works on.
+        load: Number of current continuations.
         known: Keys of the beginnings of recent prompts, the latest last.
     """
 
@@ -43,7 +43,7 @@ class _Replica:
     known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def matched(self, keys: Sequence[bytes]) -> int:
-        """Return how many blocks of a prompt it has seen."""
+        """Return the number of a prompt's first blocks that the engine has seen."""
         return next((i for i, key in enumerate(keys) if key not in self.known), len(keys))
 
     def note(self, keys: Iterable[bytes]) -> None:
@@ -58,13 +58,13 @@ class _Replica:
 class Replicas:
     """A `Backend` of several engines of one model.
 
-    A request goes to the engine that has seen the longest beginning of its prompt, unless that one
-    has a full batch and another one has room; otherwise to the one with the least work. A request
-    that has no token yet goes to another engine when its own ends.
+    A request goes to the engine that has seen the longest beginning of its prompt, unless that
+    engine has a full batch and another one has room; otherwise to the one with the least work. A
+    request without a token yet goes to another engine if its own ends.
 
-    Engines for prompts compute the blocks of a long prompt and hand them over, so that answers of
-    others are not held up by it. Where one ends or refuses meanwhile, the engine that answers
-    computes the prompt itself.
+    Engines for prompts compute the blocks of a long prompt and hand them over, so that the prompt
+    does not delay other answers. If such an engine ends or refuses, the answering engine computes
+    the prompt itself.
 
     Args:
         backends: The engines.
@@ -77,7 +77,7 @@ class Replicas:
 
     @property
     def facts(self) -> Facts:
-        """The model, and the room of all engines; the step is an engine's that serves."""
+        """The model, and the room of all engines; the step is that of a serving engine."""
         ready = [each for each in self._replicas if each.backend.is_ready]
         first, *others = (each.backend.facts for each in ready or self._replicas)
         digests = dict(first.digests)
@@ -98,7 +98,7 @@ class Replicas:
 
     @property
     def is_ready(self) -> bool:
-        """Whether one engine serves."""
+        """Whether at least one engine serves."""
         return any(each.backend.is_ready for each in self._replicas)
 
     async def stream(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -182,7 +182,7 @@ class Replicas:
         return [*self._replicas, *self._prefill]
 
     async def _prefilled(self, replica: _Replica, job: Job) -> None:
-        """Let an engine for prompts compute the first one for a replica, if there is one ready."""
+        """Let an engine for prompts, if one is ready, compute the first prompt for a replica."""
         if not any(each.backend.is_ready for each in self._prefill):
             return
         helper = _chosen(self._prefill, [], [])
@@ -210,10 +210,10 @@ def _chosen(
     Args:
         replicas: The engines.
         keys: Keys of the prompt's beginnings.
-        tried: Engines that have ended since.
+        tried: Engines that failed on this request.
 
     Raises:
-        EngineDownError: None is ready.
+        EngineDownError: No engine is ready.
     """
     ready = [each for each in replicas if each.backend.is_ready and each not in tried]
     if not ready:
@@ -229,7 +229,7 @@ def keys_of(tokens: Sequence[int], salt: str) -> list[bytes]:
 
     Args:
         tokens: The prompt.
-        salt: What else the cache depends on.
+        salt: Everything else that the cache depends on.
     """
     key, found = salt.encode(errors="surrogatepass"), list[bytes]()
     codes = np.asarray(tokens, dtype="<i8").tobytes()

@@ -30,7 +30,7 @@ async def next_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     """Return the next message; None at the end.
 
     Raises:
-        EngineDownError: It is longer than any message may be.
+        EngineDownError: The message is too long.
     """
     try:
         head = await reader.readexactly(HEAD)
@@ -45,7 +45,7 @@ async def next_message(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 def error_message(error: BaseException) -> dict[str, str]:
-    """Return an error as JSON; what a user can solve is the caller's."""
+    """Return an error as JSON; an error that a user can solve counts as the caller's."""
     solved = ValueError, UserError, MissingExtraError
     kinds = {"down": EngineDownError, "value": solved}
     kind = next((name for name, types in kinds.items() if isinstance(error, types)), "failed")
@@ -54,7 +54,7 @@ def error_message(error: BaseException) -> dict[str, str]:
 
 
 def error_of(given: Mapping[str, str]) -> Exception:
-    """Return the error of JSON."""
+    """Return an error from its JSON."""
     return _ERRORS[given["kind"]](given["text"])
 
 
@@ -72,7 +72,7 @@ def _completion(**given: Any) -> Completion:
 
 
 def _with_tokens(given: dict[str, Any]) -> dict[str, Any]:
-    """Return fields with the tokens of most likely ones as numbers again, not as texts."""
+    """Return fields in which the most likely tokens are numbers again instead of texts."""
     for name in _TOPS:
         if name in given:
             given[name] = [{int(token): x for token, x in each.items()} for each in given[name]]

@@ -1,7 +1,7 @@
 """The engine's process: `python -m mt_infer.backends.worker FD`, with a socket to the server.
 
-Where several ranks share the model, it is the first, and starts the others with a JSON text of the
-setup in place of FD.
+If several ranks share the model, this process is the first, and starts the others with a JSON text
+of the setup in place of FD.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _log = logging.getLogger("mt_infer.server")
 
 
 class Worker:
-    """Serves the messages of one server.
+    """A worker that serves the messages of one server.
 
     Args:
         engine: The engine.
-        reader: Messages of the server.
-        writer: Messages to it.
+        reader: Messages from the server.
+        writer: Messages to the server.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Worker:
                 self._end_if_asleep()
 
     async def _done(self, number: int, work: Coroutine[Any, Any, Any]) -> None:
-        """Send what a request's work returns or raises."""
+        """Send the result or the error of a request's work."""
         try:
             self._send(id=number, done=await work)
         except Exception as error:  # noqa: BLE001 - the server raises it
@@ -135,13 +135,13 @@ class Worker:
             self._say_facts()
 
     def _end_if_asleep(self) -> None:
-        """End the process if half-read weights let the engine sleep; the next one reads all."""
+        """End the process if the engine sleeps after a partial read; the next process reads all."""
         if self._engine.has_lost_weights:
             _log.critical("the weights are of two steps")
             os._exit(1)
 
     def _say_facts(self) -> None:
-        """Tell the server of another step or adapter, before an answer has it."""
+        """Tell the server about a new step or adapter before an answer uses it."""
         changing = self._engine.engine.identity, self._engine.engine.adapters
         if changing != self._said:
             self._said = changing
@@ -156,7 +156,7 @@ def loaded(setup: Setup, env: DistributedEnv) -> Engine:
 
     Args:
         setup: What to load.
-        env: Which rank this process is.
+        env: Rank of this process.
     """
     state = None
     if env.world_size > 1:
@@ -171,10 +171,10 @@ def loaded(setup: Setup, env: DistributedEnv) -> Engine:
 
 
 def _end_with(others: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End this process when one of the others ends, as a pass would wait for it."""
+    """End this process if another one ends, since a pass would wait for it."""
     while (ended := next((each for each in others if each.poll() is not None), None)) is None:
         time.sleep(_RANK_POLL_S)
-    time.sleep(_RANK_GRACE_S)  # an error that all ranks have is told by this one
+    time.sleep(_RANK_GRACE_S)  # this rank reports an error that all ranks have
     _log.critical("a rank of the engine has ended", extra={"code": ended.returncode})
     os._exit(1)
 

@@ -1,1 +1,1 @@
-"""Load for servers with OpenAI's interface, and what they make of it."""
+"""Load for servers with OpenAI's interface, and measurement of their answers."""

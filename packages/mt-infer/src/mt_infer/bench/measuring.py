@@ -1,4 +1,4 @@
-"""Requests to a server, with the times at which parts of the answers came."""
+"""Requests to a server, with the times of the parts of the answers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Route = Literal["completions", "chat"]
 
 @dataclass(kw_only=True)
 class Timing:
-    """The times of a request, in seconds from the begin.
+    """The times of a request, in seconds from the beginning.
 
     Attributes:
-        sent: Time at which it was sent.
-        parts: Times at which text came.
-        ended: Time of its end.
+        sent: Time of sending.
+        parts: Arrival times of texts.
+        ended: Time of the end.
         tokens_in: Number of tokens of the prompt, as the server counts.
-        tokens_out: The same of the answer.
+        tokens_out: Number of tokens of the answer, as the server counts.
         error: Status or message of an error; None for an answer.
     """
 
@@ -42,14 +42,14 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A server, and what each request says besides the prompt.
+    """A server, and the common fields of all requests.
 
     Attributes:
         client: The server.
         model: Name of the model.
         route: The measured route.
         full: Whether each answer has as many tokens as its limit.
-        temperature: Temperature of the answers; None for the server's own.
+        temperature: Temperature of the answers; None for the server's default.
     """
 
     client: Client
@@ -93,7 +93,7 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
 
 
 def run(target: Target, planned: Sequence[Planned], concurrency: int | None = None) -> list[Timing]:
-    """Send requests at their times, each by a thread of its own, and return their times.
+    """Send requests at their planned times, each in its own thread, and return their timings.
 
     Args:
         target: The server.

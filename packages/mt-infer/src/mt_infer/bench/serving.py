@@ -1,4 +1,4 @@
-"""A server of a folder, for as long as it is measured."""
+"""A server of a folder for the duration of a measurement."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _DRAINED = 60.0  # seconds
 
 @contextmanager
 def served(folder: str, options: Sequence[str] = ()) -> Iterator[str]:
-    """Start `mt-infer serve` for a folder, give its address, and end it.
+    """Start `mt-infer serve` for a folder, yield its address, and end it.
 
     Args:
         folder: The folder.
         options: Further options of the command.
 
     Raises:
-        ServerError: It ends before it is ready; the error has its last message.
+        ServerError: The server ends before it is ready; the error has its last message.
     """
     command = [sys.executable, "-m", "mt_infer", "serve", folder, "--port", "0", *options]
     with tempfile.TemporaryFile("w+") as log:  # a line for each request

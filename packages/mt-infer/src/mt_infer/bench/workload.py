@@ -1,4 +1,4 @@
-"""Requests of drawn lengths at drawn times."""
+"""Requests with random lengths and arrival times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests, drawn by a seed.
+    """Random requests from a seed.
 
     Lengths are drawn evenly on a logarithmic scale, so that short and long ones are mixed.
 
@@ -77,8 +77,8 @@ class Planned:
     """A request.
 
     Attributes:
-        at: Seconds from the begin to its arrival.
-        prompt: Its prompt, which no other request begins with.
+        at: Arrival time in seconds from the beginning.
+        prompt: The prompt; no other prompt has the same beginning.
         max_tokens: Largest number of tokens of the answer.
     """
 

@@ -1,1 +1,1 @@
-"""Conversations in a terminal, with a model in this process or behind a server."""
+"""Conversations in a terminal, with a model in this process or on a server."""

@@ -1,4 +1,4 @@
-"""How the answers of a conversation are chosen."""
+"""Settings of the choice of answers in a conversation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NONE = "none"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How the tokens of answers are chosen; see `Sampling`.
+    """Settings of the choice of an answer's tokens; see `Sampling`.
 
     Attributes:
         temperature: Divisor of the scores; 0 is greedy.
@@ -23,9 +23,9 @@ class Settings:
         top_p: Keep the most likely tokens that together reach this probability.
         min_p: Keep tokens of at least this share of the largest probability.
         presence_penalty: Subtracted from the scores of tokens that the answer has.
-        frequency_penalty: The same, for each time that it has them.
+        frequency_penalty: Subtracted from the score of a token for each occurrence in the answer.
         repetition_penalty: Divisor of the scores of tokens that the text has.
-        seed: The same seed gives the same answer; None draws one.
+        seed: Seed of the choice; the same seed gives the same answer. None draws a seed.
         max_tokens: Largest number of tokens of an answer.
     """
 
@@ -48,15 +48,15 @@ class Settings:
 
 
 def with_setting(given: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
-    """Return the given settings with another one.
+    """Return settings with a changed one.
 
     Args:
-        given: The settings from before.
-        name: Name of the setting.
+        given: The earlier settings.
+        name: Name of the setting to change.
         text: Its value; `none` for none.
 
     Raises:
-        ValueError: There is no such setting, or it has no such value.
+        ValueError: There is no such setting, or the value is not allowed.
     """
     try:
         value = None if text == _NONE else parse_json(text, name=name)

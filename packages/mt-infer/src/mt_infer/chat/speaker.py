@@ -1,4 +1,4 @@
-"""The one who answers: a model in this process, or one behind a server."""
+"""Speakers that answer conversations: a model in this process, or one on a server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Parts: TypeAlias = Generator[Said, None, None]
 
 
 class Speaker(Protocol):
-    """Answers conversations."""
+    """A speaker that answers conversations."""
 
     def answer(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> Parts:
         """Yield the parts of an answer as they come.
@@ -113,7 +113,7 @@ class LocalSpeaker:
 
 
 class RemoteSpeaker:
-    """A model behind a server with OpenAI's interface.
+    """A model on a server with OpenAI's interface.
 
     Args:
         client: The server.

@@ -32,8 +32,8 @@ class Terminal:
     """A conversation.
 
     Args:
-        speaker: Who answers.
-        system: What the system says; empty for nothing.
+        speaker: Speaker that answers.
+        system: System message; empty for none.
     """
 
     def __init__(self, speaker: Speaker, system: str = "") -> None:
@@ -72,7 +72,7 @@ class Terminal:
                 self._answer(line)
 
     def _do(self, line: str) -> None:
-        """Do a command."""
+        """Run a command."""
         name, _, rest = line.partition(" ")
         command = self._commands.get(name)
         if command is None:

@@ -1,1 +1,1 @@
-"""How the next token is chosen: penalties, grammars and the draw."""
+"""Choice of the next token: penalties, grammars and the draw."""

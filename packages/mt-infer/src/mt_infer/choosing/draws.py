@@ -1,4 +1,4 @@
-"""Choosing tokens from scores: a function of the scores, the seed, the position and the choice."""
+"""The choice of tokens, a function of the scores, the seed, the position and the choice number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_TOKEN = -1
 """Stands for the token of a row of scores from which none can be chosen."""
 
 _LOWEST, _BUCKETS = 100.0, 4096  # scores below the largest one by more share the last bucket
-_FEW = 64  # a draw rarely falls behind as many most likely tokens
+_FEW = 64  # a draw rarely falls outside this number of most likely tokens
 
 
 class LogitsError(UserError):
@@ -24,11 +24,11 @@ class LogitsError(UserError):
 
 
 def no_token_error(position: int, problem: str = "") -> LogitsError:
-    """Return the error of a text, the prompt included, that has no token for a position.
+    """Return the error for a position of a text at which no token can be chosen.
 
     Args:
-        position: Index of the token in the text.
-        problem: Problem of the text's grammar, if that is the reason.
+        position: Index of the token in the text, including the prompt.
+        problem: Problem of the text's grammar, if the grammar is the reason.
     """
     if problem:
         return LogitsError(
@@ -49,7 +49,7 @@ def draw_key(seed: int, position: int) -> int:
 
 
 def uniform(seeds: Sequence[int], positions: Sequence[int], choices: Sequence[int]) -> Tensor:
-    """Return the random number of each row: of its seed, position and choice, and nothing else.
+    """Return the random number of each row, a function of its seed, position and choice alone.
 
     Shape:
         Returns [R], fp64 in [0, 1).
@@ -120,8 +120,8 @@ def draw(logits: Tensor, sampling: Sampling, draws: Tensor, *, quick: bool = Tru
         logits: Scores.
         sampling: Parameters of the choice.
         draws: Random numbers in [0, 1).
-        quick: Whether to look at the most likely tokens first, and sort the others only where
-            that decides nothing; a CUDA graph can't.
+        quick: Whether to look at the most likely tokens first, and sort the others only if the
+            draw needs them; not possible in a CUDA graph.
 
     Shape:
         logits: [R, vocab]; draws: [R]. Returns [R].
@@ -147,7 +147,7 @@ def draw(logits: Tensor, sampling: Sampling, draws: Tensor, *, quick: bool = Tru
 
 
 def _from_all(scores: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
-    """Draw from all tokens, the most likely first, and of equal ones the lowest id."""
+    """Draw from all tokens, ordered from the most likely, and equal ones by id."""
     scores, order = torch.sort(scores, dim=-1, descending=True, stable=True)
     if 0 < sampling.top_k < scores.shape[-1]:
         smallest = scores[..., sampling.top_k - 1 : sampling.top_k]
@@ -160,7 +160,7 @@ def _from_all(scores: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
 
 
 def _from_few(scores: Tensor, sampling: Sampling, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw from the most likely tokens, and say where no other token could be drawn instead."""
+    """Draw from the most likely tokens, and return for which rows this draw is certain."""
     values, order = scores.topk(_FEW, dim=-1)
     order, by_id = order.sort(dim=-1)
     values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
@@ -186,7 +186,7 @@ def _from_few(scores: Tensor, sampling: Sampling, draws: Tensor) -> tuple[Tensor
 
 
 def _from_buckets(scores: Tensor, sampling: Sampling, draws: Tensor) -> Tensor:
-    """Draw as `_from_all` by temperature and top-p, but sort the tokens of two buckets alone."""
+    """Draw like `_from_all` by temperature and top-p, but sort the tokens of only two buckets."""
     probabilities = scores.softmax(-1)
     buckets = (scores.clamp(min=-_LOWEST) * -(_BUCKETS / _LOWEST)).long()
     found = [
@@ -220,7 +220,7 @@ def _from_row(
 
 
 def _filtered(probabilities: Tensor, sampling: Sampling) -> Tensor:
-    """Return sorted probabilities with zeros for those that top-p and min-p drop."""
+    """Return sorted probabilities with zeros for tokens that top-p and min-p drop."""
     if sampling.top_p < 1:
         # The token that crosses p stays, so the mass before each token decides.
         before = probabilities.cumsum(-1) - probabilities
@@ -243,7 +243,7 @@ def _typical(probabilities: Tensor, p: float) -> Tensor:
 
 
 def _at(target: Tensor, cumulative: Tensor, probabilities: Tensor, order: Tensor) -> Tensor:
-    """Return the token of each row whose share of the cumulative mass has the target."""
+    """Return the token of each row whose interval of the cumulative mass has the target."""
     index = torch.searchsorted(cumulative, target[:, None], right=True)
     # A target that rounds up to the total would fall after the last kept token.
     places = torch.arange(1, probabilities.shape[-1] + 1, device=order.device)

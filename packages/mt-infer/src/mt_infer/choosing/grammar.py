@@ -18,7 +18,7 @@ from mt_infer.sampling import Sampling
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_COMPILED = 16  # as many grammars are kept for further requests
+_COMPILED = 16  # number of grammars that are kept for further requests
 _REASON = 300
 _NO_WAY = "no token of the model leads on"
 
@@ -26,8 +26,8 @@ _NO_WAY = "no token of the model leads on"
 class Grammar:
     """The grammar of one continuation.
 
-    Each answer is a function of the tokens so far: the matcher first goes to their end, back over
-    rejected guesses too.
+    Each result is a function of the tokens so far: the matcher first moves to their end, also back
+    over rejected guesses.
 
     Args:
         matcher: A matcher of llguidance at its start.
@@ -42,7 +42,7 @@ class Grammar:
         self._read: list[int] = []
 
     def allowed(self, tokens: Sequence[int]) -> Tensor:
-        """Return which tokens may follow; the ends may where the text is whole, or by their names.
+        """Return which tokens may follow; an end may follow a complete text, or by its name.
 
         Shape:
             Returns [vocab], bool.
@@ -87,7 +87,7 @@ class Grammars:
     """The grammars of requests to one model.
 
     Args:
-        tokenizer: The model's; None for token lists alone, which no grammar can read.
+        tokenizer: The model's tokenizer; None for a model of token lists, without grammars.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -102,7 +102,8 @@ class Grammars:
             ends: Tokens that end its continuation.
 
         Raises:
-            ValueError: llguidance refuses it, the model has no tokenizer, or no token can begin it.
+            ValueError: llguidance refuses the grammar, the model has no tokenizer, or no token can
+                begin the text.
             MissingExtraError: llguidance is not installed.
         """
         field = sampling.grammar_field
@@ -141,10 +142,10 @@ class Grammars:
 
 
 class _Words:
-    """A tokenizer as llguidance wants it: the bytes of each token, and the name of special ones.
+    """A tokenizer in llguidance's form: the bytes of each token, and the names of special ones.
 
     Attributes:
-        trie: What llguidance made of it.
+        trie: The tokenizer of llguidance.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

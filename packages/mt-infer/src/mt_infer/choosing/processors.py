@@ -1,4 +1,4 @@
-"""What changes a request's scores before a token is chosen."""
+"""Changes of a request's scores before the choice of a token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def adjust(
     bad: Sequence[Sequence[int]] = (),
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Return the scores of the next token, changed as the parameters say; see `Sampling`.
+    """Return the scores of the next token, changed by the parameters; see `Sampling`.
 
     Args:
         scores: Scores of the vocabulary.

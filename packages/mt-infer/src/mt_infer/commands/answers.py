@@ -1,4 +1,4 @@
-"""A file of answers, which a killed command goes on with."""
+"""A file of answers that a killed command continues."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from mt_infer.completion import Completion
 from mt_infer.engine.engine import Engine
 from mt_infer.sampling import Sampling
 
-_WINDOW = 1024  # prompts that the engine holds
+_WINDOW = 1024  # prompts in the engine at a time
 _KEY_LETTERS = 16
 
 
 class AnswerFile:
     """Answers as JSON lines, in the order of their questions.
 
-    A file that is there already has answers to the first questions, as a killed command leaves
-    them; a last line that is not whole is removed. One process at a time writes it.
+    An existing file has the answers of a killed command to the first questions; an incomplete last
+    line is removed. One process at a time writes the file.
 
     Args:
         path: The file; a link is not followed.
         questions: All questions.
-        settings: What decides an answer beside its question: the model and the options.
+        settings: Everything besides the question that decides an answer: the model and the options.
 
     Attributes:
         rest: Questions without an answer.
 
     Raises:
-        FileError: It can't be written, or has other lines than answers.
-        ValueError: It has answers to other questions, or of another model or setting.
+        FileError: The file can't be written, or has other lines than answers.
+        ValueError: The file has answers to other questions, or from another model or setting.
     """
 
     def __init__(self, path: Path, questions: Sequence[Question], settings: object) -> None:
@@ -64,7 +64,7 @@ class AnswerFile:
             return
 
     def _kept(self, questions: Sequence[Question]) -> int:
-        """Return the number of answers that are there, and cut what is behind them."""
+        """Return the number of existing answers, and cut the file after them."""
         number, end = 0, 0
         while (line := self._file.readline(2 * MAX_PROMPT_BYTES)).endswith(b"\n"):
             self._check(line, number, questions)
@@ -85,11 +85,11 @@ class AnswerFile:
             )
 
     def _key(self, question: Question) -> str:
-        """Return the digest of all that decides an answer."""
+        """Return the digest of everything that decides an answer."""
         return hashlib.sha256(self._told + question.tokens.tobytes()).hexdigest()[:_KEY_LETTERS]
 
     def answer(self, engine: Engine, sampling: Sampling, *, adapter: str | None = None) -> None:
-        """Write the engine's answers to the questions that have none, each when all before it are.
+        """Write the engine's answers to the unanswered questions, in the order of the questions.
 
         Args:
             engine: The engine.

@@ -1,4 +1,4 @@
-"""What `mt-infer generate` is asked: a text, a conversation, or the lines of a file of them."""
+"""The input of `mt-infer generate`: a text, a conversation, or a file with lines of them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Question:
 
 
 class Asker:
-    """Makes tokens of texts and conversations; the chat template is opened once.
+    """A maker of tokens from texts and conversations; the chat template is opened once.
 
     Args:
         run: The model.
@@ -52,10 +52,10 @@ class Asker:
     def of_talk(
         self, messages: Sequence[Any], tools: Sequence[Any] | None = None
     ) -> tuple[list[int], list[str | None]]:
-        """Return the tokens of a conversation that the model is to answer, and its images.
+        """Return the tokens of a conversation for the model to answer, and its images.
 
         Returns:
-            The tokens, and for each image the name that its part gives it, or None.
+            The tokens, and for each image the name in its part, or None.
 
         Raises:
             ChatError: There is no chat template, or it refuses the messages.
@@ -74,12 +74,12 @@ class Asker:
 
         Args:
             content: The line.
-            where: Its place, for messages.
-            system: What the system says before a user whose words are the prompt.
-            chat: Whether a prompt is what a user says.
+            where: Place of the line, for messages.
+            system: System message before a prompt as a user's message.
+            chat: Whether a prompt is a user's message.
 
         Raises:
-            PromptError: It is no prompt, or none that the model can answer.
+            PromptError: The line is no prompt, or the model can't answer it.
         """
         try:
             asked, tools = _asked(content, where)
@@ -106,7 +106,7 @@ def _asked(content: bytes, where: str) -> tuple[str | list[Any], list[Any] | Non
 
 
 def user_says(text: str, system: str | None) -> list[dict[str, str]]:
-    """Return the conversation of a user's first words."""
+    """Return the conversation that begins with a user's message."""
     before = [] if system is None else [{"role": "system", "content": system}]
     return [*before, {"role": "user", "content": text}]
 
@@ -115,7 +115,7 @@ def checked_talk(record: Mapping[str, Any], where: str) -> tuple[list[Any], list
     """Return the messages and the tools of a record.
 
     Raises:
-        FileError: They are no lists of objects.
+        FileError: The messages or tools are no lists of objects.
     """
     messages, tools = record.get("messages"), record.get("tools")
     for name, value in (("messages", messages), ("tools", [] if tools is None else tools)):
@@ -126,7 +126,7 @@ def checked_talk(record: Mapping[str, Any], where: str) -> tuple[list[Any], list
 
 
 def read_questions(path: Path, run: Run, *, chat: bool, system: str | None) -> list[Question]:
-    """Return the lines of a file of prompts, all of which the model can answer.
+    """Return the lines of a file of prompts, after a check that the model can answer each.
 
     A line is a JSON object with `prompt`, a text or a list of messages, or with `messages` and
     `tools`; other keys are ignored, and so are blank lines.
@@ -134,12 +134,12 @@ def read_questions(path: Path, run: Run, *, chat: bool, system: str | None) -> l
     Args:
         path: The file.
         run: The model.
-        chat: Whether a prompt is what a user says.
-        system: What the system says before.
+        chat: Whether a prompt is a user's message.
+        system: System message before a prompt.
 
     Raises:
         FileError: The file can't be read.
-        PromptError: A line is no prompt, or none that the model can answer.
+        PromptError: A line is no prompt, or the model can't answer it.
     """
     found: list[Question] = []
     with closing(Asker(run)) as asker, open_file(path) as file:

@@ -1,4 +1,4 @@
-"""What `mt-infer generate` computes: one continuation, or the answers to a file."""
+"""The result of `mt-infer generate`: one continuation, or the answers to a file."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def continuation(
 ) -> Completion | None:
     """Answer the questions, or return the completion of the prompt on the first rank.
 
-    The other ranks follow it.
+    The other ranks follow the first one.
     """
     if run.base_format is not None and env.rank == 0:
         say(f"the adapters are added to their base, dequantised from {run.base_format}")
@@ -86,7 +86,7 @@ def _answer(
     sampling: Sampling,
     questions: Sequence[Question],
 ) -> None:
-    """Write the answers to all questions that have none yet."""
+    """Write the answers to all unanswered questions."""
     assert command.out is not None, "it is checked"  # noqa: S101
     named = ("adapter", "ema", "dtype", "kv_cache_dtype")
     options = [getattr(command, name) for name in named]
@@ -102,7 +102,7 @@ def _answer(
 def _engine(
     command: Generate, run: Run, state: ParallelState, questions: Sequence[Question]
 ) -> Engine:
-    """Load the engine for all questions, or for one prompt without any; all ranks call it."""
+    """Load the engine for all questions, or for one prompt if there are none; all ranks call it."""
     given = [len(each.tokens) for each in questions] or [len(prompt_tokens(command, run))]
     most = min(len(given), command.batch)
     longest = sorted(given, reverse=True)[:most]
@@ -149,9 +149,9 @@ def prompt_tokens(command: Generate, run: Run) -> list[int]:
 
 
 def _prompt(command: Generate, run: Run) -> str | list[int]:
-    """Return the prompt, which with --chat is what the chat template makes of it.
+    """Return the prompt; with --chat it is rendered by the chat template.
 
-    Without --image the images are those that the conversation names.
+    Without --image the conversation names the images.
     """
     if command.chat_file is None and not command.chat:
         return str(command.prompt)
@@ -187,7 +187,7 @@ def _named_images(file: Path, names: Sequence[str | None]) -> tuple[Path, ...]:
 
 
 def questions_of(command: Generate, run: Run) -> list[Question]:
-    """Return the lines of `--prompts`; none without it."""
+    """Return the lines of `--prompts`; empty without the option."""
     if command.prompts is None:
         return []
     return read_questions(command.prompts, run, chat=command.chat, system=command.system)

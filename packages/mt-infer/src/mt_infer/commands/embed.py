@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Embed:
-    """Write the vectors of a dataset's chunks by a model, for `mt-retro build --embeddings`.
+    """Write a model's vectors of a dataset's chunks, for `mt-retro build --embeddings`.
 
     A vector is the mean of the last layer's features. A killed command goes on where it was, and
     any number of processes writes the same bits. Needs mt-infer[retro].

@@ -105,7 +105,7 @@ def _trtllm(command: Export, run: Run) -> str:
 
 
 def _text_of(run: Run, splitting: str | None) -> TextFormat:
-    """Return how a model's text becomes tokens, from the files beside it."""
+    """Return the tokenization of a model's text, from the files beside the model."""
     from mt_files import read_json
     from mt_hf import TextFormat
     from mt_tokenizer import read_template

@@ -143,7 +143,7 @@ class Generate:
 
 
 def _check_asked(command: Generate) -> None:
-    """Check that there is one prompt, one conversation or one file of them."""
+    """Check that there is exactly one prompt, one conversation or one file of them."""
     if sum(each is not None for each in (command.prompt, command.chat_file, command.prompts)) != 1:
         raise ValueError(
             "give one of --prompt, a conversation as --chat FILE.json, and --prompts FILE"

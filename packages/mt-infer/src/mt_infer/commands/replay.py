@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from mt_infer.engine.engine import Engine
     from mt_infer.receipts import Answered, Receipt
 
-_NEAR = 1e-3  # of logprobs, on another machine or layout
+_NEAR = 1e-3  # tolerance of logprobs, for another machine or layout
 
 
 @dataclass(kw_only=True)
 class Replay:
-    """Make a server's answer again from its receipt, or say what differs."""
+    """Make a server's answer again from its receipt, or print the differences."""
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """A file with the answer, which was asked for with "receipt": true, or with the receipt."""
@@ -30,7 +30,7 @@ class Replay:
     """The --out folder of the mt-train run, or the folder of Hugging Face, that was served."""
 
     def run_command(self) -> int:
-        """Print what differs, and return 0 if tokens and logprobs are the same."""
+        """Print the differences, and return 0 if tokens and logprobs are the same."""
         with quick_imports():
             from mt_infer.receipts import answered, read_receipt, versions
 

@@ -1,4 +1,4 @@
-"""What `mt-infer generate` does with a model that reads neighbours (Retro)."""
+"""`mt-infer generate` with a model that reads neighbours (Retro)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OTHER = ("adapter", "speculate", "image", "cuda_graphs", "json_schema", "regex"
 
 
 def check_retrieval(command: Generate, run: Run, processes: int) -> None:
-    """Check the options of retrieval, and those that don't go with a model that retrieves.
+    """Check the options of retrieval, and refuse options that don't fit a retrieving model.
 
     Raises:
         ValueError: An option does not fit the model or another one.

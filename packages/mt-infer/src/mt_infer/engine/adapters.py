@@ -17,8 +17,8 @@ AdapterNames = str | None | Sequence[str | None]
 class Adapters:
     """LoRA adapters of a model by name; whoever loads or removes holds the engine's lock.
 
-    Each load has a number that no other one has, which requests and keys of cached blocks carry.
-    A removed adapter stays in memory while running requests use it.
+    Each load has a unique number, which requests and keys of cached blocks carry. A removed adapter
+    stays in memory while running requests use it.
 
     Args:
         model: The model, or one stage of it.
@@ -59,7 +59,7 @@ class Adapters:
         """Return the number of an adapter, or 0 for none.
 
         Raises:
-            ValueError: There is none of that name.
+            ValueError: There is no adapter of that name.
         """
         if name is None:
             return 0
@@ -69,7 +69,7 @@ class Adapters:
         return self._numbers[name]
 
     def drop_unused(self, used: Iterable[int]) -> None:
-        """Drop the matrices of removed adapters that no request has.
+        """Drop the matrices of removed adapters that no request uses.
 
         Args:
             used: Numbers of all requests that have not ended.

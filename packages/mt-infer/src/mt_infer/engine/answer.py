@@ -1,4 +1,4 @@
-"""What became of a request: while it runs, and when it ends."""
+"""The answer to a request: while the request runs, and after its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Logprobs:
 
     Attributes:
         chosen: Logprobs of the tokens.
-        top: Most likely tokens in place of each.
+        top: Most likely tokens at the place of each token.
     """
 
     chosen: list[float] = field(default_factory=list)
@@ -34,25 +34,25 @@ class Answer:
     """The parameters of a request, and its continuation so far.
 
     Attributes:
-        asked: Arguments of `Intake.answer`, of which other ranks make it too.
+        asked: Arguments of `Intake.answer`, from which other ranks make the same answer.
         request: The request.
         sampling: Parameters of the choice.
         seed: The seed, given or drawn.
         prompt_length: Number of tokens of the prompt.
-        ends: Tokens that end it.
+        ends: Tokens that end the continuation.
         index: Number of the continuation in its call.
         choice: Number among the continuations of its prompt.
         adapter: Name of the adapter; None for none.
-        bad: Lists of tokens that it must not have.
-        grammar: What it must be; None for anything.
+        bad: Lists of tokens that the continuation must not have.
+        grammar: Grammar of the continuation; None for any text.
         logprobs: Logprobs of its tokens.
         prompt_logprobs: Logprobs of its prompt's tokens.
-        stops: Texts that end it; None without a tokenizer.
-        stream: Its text as it comes.
-        streams: Whether somebody waits for its deltas.
+        stops: Texts that end the continuation; None without a tokenizer.
+        stream: Text of the continuation so far.
+        streams: Whether a caller waits for its deltas.
         cut: The text before the stop text, if one was found.
-        news: What nobody has fetched yet.
-        completion: The whole, when it has ended.
+        news: Deltas that no caller has fetched yet.
+        completion: The whole completion, after the end.
         error: The error that ended it.
     """
 
@@ -84,7 +84,7 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is nothing more to come."""
+        """Whether the answer is complete."""
         return self.completion is not None or self.error is not None
 
     @property
@@ -93,10 +93,10 @@ class Answer:
         return is_wanted(self.sampling.logprobs)
 
     def end_after(self, tokens: list[int], token: int) -> End | None:
-        """Return why the continuation ends with a token, or None.
+        """Return the reason why the continuation ends with a token, or None.
 
         Args:
-            tokens: Tokens of the continuation with the token, unless that ends it.
+            tokens: Tokens of the continuation, including the token unless it is an end.
             token: The token.
         """
         room = self.request.limit - self.prompt_length
@@ -118,7 +118,7 @@ class Answer:
         Args:
             count: Number of the tokens.
             step: Step of the weights.
-            completion: The whole, with the last delta.
+            completion: The whole completion, in the last delta.
         """
         tokens = self.tokens
         text = ""
@@ -149,7 +149,7 @@ class Answer:
             end: Reason for the end.
             tokenizer: Tokenizer of its tokens; None gives no text.
             step: Step of the weights.
-            news: Number of tokens that the last delta has; None for no delta.
+            news: Number of tokens in the last delta; None for no delta.
         """
         wanted, of_prompt = self.sampling.logprobs, self.sampling.prompt_logprobs
         mine, prompts = self.logprobs, self.prompt_logprobs
@@ -169,21 +169,21 @@ class Answer:
         )
         if news is not None:
             self.tell(news, step, completion)
-        self.completion = completion  # behind the news: another thread reads until this is set
+        self.completion = completion  # after the news: another thread reads until this is set
 
 
 def is_wanted(logprobs: int | None) -> bool:
-    """Return whether logprobs are wanted: 0 means the logprobs of the tokens alone."""
+    """Return whether logprobs are wanted: 0 means only the logprobs of the chosen tokens."""
     return logprobs is not None and logprobs is not False
 
 
 def all_ended(answers: Sequence[Answer]) -> bool:
-    """Return whether nothing more comes of any."""
+    """Return whether all answers have ended."""
     return all(each.has_ended for each in answers)
 
 
 def any_ready(answers: Sequence[Answer]) -> bool:
-    """Return whether one has news, or all have ended."""
+    """Return whether an answer has news, or all have ended."""
     return any(each.news for each in answers) or all_ended(answers)
 
 
@@ -196,7 +196,7 @@ def completed(answer: Answer) -> Completion:
 
 
 def news_of(answers: Sequence[Answer]) -> Iterator[Delta]:
-    """Yield the deltas that nobody has fetched; raise an answer's error behind its last one."""
+    """Yield the unfetched deltas; raise the error of an answer after its last delta."""
     for answer in answers:
         while answer.news:
             yield answer.news.popleft()

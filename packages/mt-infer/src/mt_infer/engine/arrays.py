@@ -1,4 +1,4 @@
-"""The arrays of a pass: its row of tokens, and where each of them belongs."""
+"""The arrays of a pass: its row of tokens, and the slot of each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Places: TypeAlias = Sequence[Sequence[int]]
 
 
 def cut(parts: Spans, places: Places, sizes: Sequence[int]) -> list[tuple[Spans, Places]]:
-    """Return the parts of a pass in groups of some numbers of tokens, in their order."""
+    """Return the parts of a pass in groups with the given numbers of tokens, in their order."""
     found: list[tuple[Spans, Places]] = []
     todo = [
         (part.request, part.start, part.fed, own) for part, own in zip(parts, places, strict=True)
@@ -43,7 +43,7 @@ def slots_of(
     sizes: tuple[int, int],
     device: torch.device,
 ) -> tuple[Tensor, Slots]:
-    """Return the row of tokens of a pass, and where each belongs.
+    """Return the row of tokens of a pass, and the slots of the tokens.
 
     Args:
         parts: The parts of the pass.
@@ -96,9 +96,9 @@ def slots_of(
 
 
 def rows_of(state: int, turn: int, turns: int) -> list[int]:
-    """Return the row that has a request's states, and those for the states after new tokens.
+    """Return the row with a request's states, then the rows for the states after new tokens.
 
-    The last token's row is the first one again, which has been read by then.
+    The last token's row is the first row again, which has been read by then.
 
     Args:
         state: Number of the request's rows.

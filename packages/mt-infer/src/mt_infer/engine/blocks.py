@@ -1,4 +1,4 @@
-"""Blocks of the cache: who holds each, and which the prefix cache keeps until they are needed."""
+"""Blocks of the cache: their holders, and the idle blocks that the prefix cache keeps."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BlockPool:
         """Return new blocks for a request, from the free ones, then the longest idle ones.
 
         Raises:
-            ValueError: There are fewer; ask `free_blocks` first.
+            ValueError: There are fewer blocks; ask `free_blocks` first.
         """
         if count > self.free_blocks:
             raise ValueError(f"{count} blocks are more than the {self.free_blocks} free ones")
@@ -62,7 +62,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Count one more request that holds some blocks, which may be idle."""
+        """Count one more holder of some blocks, which may be idle."""
         for block in blocks:
             self._idle.pop(block, None)
             self._references[block] += 1
@@ -81,13 +81,14 @@ class BlockPool:
                 self._free.append(block)
 
     def find(self, key: bytes) -> int | None:
-        """Return the block of a key, or None."""
+        """Return the block with a key, or None."""
         return self._block_of.get(key)
 
     def publish(self, block: int, key: bytes) -> int:
         """Give a held block the key of its content, and return the block to hold for that key.
 
-        If another block has the key, the request holds that one instead, and its own is free again.
+        If another block has the key, the request holds that block instead, and its own is free
+        again.
         """
         known = self._block_of.get(key)
         if known is None:
@@ -105,7 +106,7 @@ class BlockPool:
             table.clear()
 
     def references(self, block: int) -> int:
-        """Return how many requests hold a block."""
+        """Return the number of requests that hold a block."""
         return self._references[block]
 
     def _drop_key(self, block: int) -> None:

@@ -26,8 +26,8 @@ class Calls:
     """The calls of `Engine` that wait for requests.
 
     Args:
-        intake: Makes requests of prompts.
-        loop: Serves them.
+        intake: Maker of requests from prompts.
+        loop: Loop that serves the requests.
         ranks: The ranks that serve the same requests.
     """
 
@@ -48,16 +48,16 @@ class Calls:
         Args:
             prompts: A text or a list of tokens, or a list of these.
             sampling: How to choose tokens, for all prompts or for each.
-            images: For each prompt the images that its image tokens stand for, as pixel values
-                [C, H, W]; None for no images.
-            how: `adapter`, its name, for all prompts or for each, and `service`, a `Service`.
+            images: For each prompt the images of its image tokens, as pixel values [C, H, W]; None
+                for no images.
+            how: `adapter`, a name for all prompts or for each, and `service`, a `Service`.
 
         Returns:
-            The continuations in the order of the prompts; n of one follow one another.
+            The continuations in the order of the prompts; the n of one prompt follow one another.
 
         Raises:
             PromptError: The model can't continue a prompt.
-            LogitsError: The scores of one have NaN, or no finite maximum.
+            LogitsError: The scores of a continuation have NaN, or no finite maximum.
         """
         return self._finished(self._intake.answers(prompts, sampling, images, **how))
 
@@ -121,11 +121,11 @@ class Calls:
         return self._intake.answers(prompts, sampling, images, streams=True, **how)
 
     def submitted(self, answers: list[Answer]) -> AbstractContextManager[None]:
-        """Hand answers in, which calls of `advance` fill; the block's end cancels the others."""
+        """Hand in answers for `advance` to fill; the block's end cancels unfinished ones."""
         return self._loop.submitted(answers)
 
     def advance(self) -> bool:
-        """Serve all requests for one pass, and return whether some go on."""
+        """Serve all requests for one pass, and return whether some continue."""
         self._advance(lambda: False)
         return self._loop.has_work
 
@@ -137,17 +137,17 @@ class Calls:
         images: Sequence[Pixels] = (),
         adapter: str | None = None,
     ) -> Tensor:
-        """Return the logprob of each token of a text but the first, by the model's scores.
+        """Return the logprob of each token of a text except the first, by the model's scores.
 
         Args:
             tokens: The text.
-            prompt: Prompt for the encoder, for a model with one. The decoder begins with its
-                start, so all tokens have logprobs.
+            prompt: Prompt for the encoder, if the model has one. Then the decoder begins with its
+                start token, so all tokens have logprobs.
             images: Images among the tokens.
             adapter: Name of the adapter; None for none.
 
         Shape:
-            tokens: [S]. Returns [S - 1], or [S] behind a prompt; fp32.
+            tokens: [S]. Returns [S - 1], or [S] after a prompt; fp32.
         """
         whole = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         given = self._intake.text(whole, prompt, images)
@@ -156,12 +156,12 @@ class Calls:
         return torch.tensor(done.prompt_logprobs)
 
     def embed(self, prompts: Prompts, *, pooling: Literal["last", "mean"] = "last") -> Tensor:
-        """Return a vector for each prompt, from the features of which the head makes its scores.
+        """Return a vector for each prompt, from the features that the head reads.
 
         Args:
             prompts: See `generate`.
             pooling: `last` takes the features of the last token, which has seen all others, and
-                `mean` the mean over the tokens.
+                `mean` their mean over the tokens.
 
         Shape:
             Returns [N, hidden], fp32.
@@ -176,20 +176,20 @@ class Calls:
         return torch.stack(found)
 
     def pause(self) -> None:
-        """Let the pass that runs end, and make none until `resume`.
+        """Let the running pass end, and make none until `resume`.
 
-        Requests keep their blocks, and calls that wait for them go on waiting.
+        Requests keep their blocks, and calls that wait for them keep waiting.
         """
         self._goes_on.clear()
         with self._lock:
             pass
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._goes_on.set()
 
     def _finished(self, answers: list[Answer]) -> list[Completion]:
-        """Hand requests in, step until all have ended, and return their completions."""
+        """Hand in requests, step until all have ended, and return their completions."""
         with self._loop.submitted(answers):
             while not all_ended(answers):
                 self._advance(lambda: all_ended(answers))
@@ -198,8 +198,8 @@ class Calls:
     def _advance(self, is_ready: Callable[[], bool]) -> None:
         """Step once, unless another thread's step has made the answers ready.
 
-        While the engine is paused it waits only for a moment, so that the threads of an event loop
-        are free for those who resume it.
+        A paused engine waits only for a moment, so that the threads of an event loop are free for
+        the call that resumes it.
         """
         if not self._goes_on.wait(_MOMENT_S):
             return

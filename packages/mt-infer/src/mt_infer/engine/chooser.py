@@ -1,4 +1,4 @@
-"""The tokens that a pass's scores choose, and their logprobs."""
+"""The tokens chosen by a pass's scores, and their logprobs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Wanted:
     Attributes:
         part: The part of the pass.
         answer: The answer of its request.
-        prompt: Places of its tokens whose next token is of the prompt, and has a logprob.
-        next: Places whose next token is chosen: the last token's, and each draft's.
+        prompt: Places of its tokens before a token of the prompt that needs a logprob.
+        next: Places before a chosen token: the place of the last token, and of each draft.
     """
 
     part: Part
@@ -106,10 +106,10 @@ def choose_next(scores: Tensor, wanted: Sequence[Wanted]) -> list[Drawn]:
 
 
 def follow(part: Part, answer: Answer, drawn: Drawn) -> tuple[list[int], End | None]:
-    """Return the new tokens of an answer, as far as drafts were right, and why it ends, if it does.
+    """Return the new tokens of an answer, up to the first wrong draft, and the reason for its end.
 
     Args:
-        part: The part of the pass, whose request has not yet got the new tokens.
+        part: The part of the pass, whose request does not have the new tokens yet.
         answer: The answer, which gets their logprobs, and the error if no token can be chosen.
         drawn: The tokens drawn for the part.
     """
@@ -160,7 +160,7 @@ def _note_prompt(scores: Tensor, wanted: Wanted) -> None:
 
 
 def logprobs_of(scores: Tensor, tokens: Sequence[int], top: int | None) -> Logprobs:
-    """Return the logprobs of tokens by scores, with as many of the most likely ones.
+    """Return the logprobs of tokens by scores, with those of the `top` most likely tokens.
 
     Shape:
         scores: [S, vocab].

@@ -1,4 +1,4 @@
-"""Guesses of the next tokens, which a pass verifies all at once."""
+"""Guesses of the next tokens, which a single pass verifies."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ Places = list[list[int]]
 
 
 class NgramDrafter:
-    """Guesses by what followed the same tokens before, and what other drafters begin with.
+    """Guesses by the tokens that followed the same text before, and the base of other drafters.
 
     Args:
         options: Sizes and switches of the engine.
 
     Attributes:
-        runners: Models that guess, if any; the engine's own may be one.
+        runners: Models that guess, if any; the engine's model may be one.
     """
 
     def __init__(self, options: EngineOptions, *runners: Runner) -> None:
         self._most, self.runners = options.num_drafts, runners
 
     def guess(self, request: Request, most: int) -> list[int]:
-        """Return at most some guesses of a request's next tokens, or as many zeros to fill."""
+        """Return up to `most` guesses of a request's next tokens, or zeros that `fill` replaces."""
         return ngram_drafts(request.tokens, min(most, self._most))
 
     def fill(self, parts: list[Part], answers: Mapping[Request, Answer]) -> list[Part]:
@@ -46,16 +46,16 @@ class NgramDrafter:
         return [_cut(part, answers[part.request]) for part in parts]
 
     def unseen(self, part: Part, chosen: int) -> int:
-        """Return how many held tokens are not seen after a pass; see `Request.unseen`."""
+        """Return the number of held tokens that are unseen after a pass; see `Request.unseen`."""
         del part, chosen
         return 0
 
     def keep(self, parts: Sequence[Part]) -> None:
-        """Keep what the next guesses need of the pass's parts, whose requests have gone on."""
+        """Keep the state that the next guesses need, after the requests of a pass have advanced."""
 
 
 class ScoredDrafter(NgramDrafter, ABC):
-    """Guesses that a model's scores choose, by the keys of the draws that verify them.
+    """Guesses chosen by a model's scores, with the random keys of the verifying draws.
 
     Args:
         runner: The model that guesses.
@@ -76,7 +76,7 @@ class ScoredDrafter(NgramDrafter, ABC):
         return [0] * max(0, most)
 
     def fill(self, parts: list[Part], answers: Mapping[Request, Answer]) -> list[Part]:
-        """Guess for all requests of a pass at once, in as many rounds as there are drafts."""
+        """Guess for all requests of a pass at once, in one round for each draft."""
         guesses: list[list[int]] = [[] for _ in parts]
         for number in range(max(self.least_rounds, *(len(part.drafts) for part in parts))):
             scores = self.round(number, parts, guesses)
@@ -102,14 +102,14 @@ class ScoredDrafter(NgramDrafter, ABC):
 
     @abstractmethod
     def round(self, number: int, parts: Sequence[Part], guesses: list[list[int]]) -> Tensor | None:
-        """Return scores for one more guess of each part that wants more than `number` of them."""
+        """Return scores for one more guess of each part that wants more than `number` guesses."""
 
 
 class ModelDrafter(ScoredDrafter):
-    """Guesses of a smaller model, with pages of its own under the same numbers of blocks."""
+    """Guesses of a smaller model, with its own pages for the same numbers of blocks."""
 
     def round(self, number: int, parts: Sequence[Part], guesses: list[list[int]]) -> Tensor | None:
-        """Read the tokens of all parts, then of each the guess before."""
+        """Read the tokens of all parts, then in each round the last guess of each part."""
         spans, places = list[Span](), Places()
         for part, own in zip(parts, guesses, strict=True):
             request, wants, start = part.request, _wants(part, own, number), part.start + number
@@ -123,16 +123,16 @@ class ModelDrafter(ScoredDrafter):
         return self._runner.scores(spans, places) if spans else None
 
     def unseen(self, part: Part, chosen: int) -> int:
-        """Return 1 if all guesses were right: the model has not read the last of them."""
+        """Return 1 if all guesses were right: the model has not read the last guess."""
         return int(0 < len(part.drafts) < chosen)
 
 
 class MTPDrafter(ScoredDrafter):
-    """Guesses of a model's modules that predict further tokens, one after the other.
+    """Guesses of a model's MTP modules, which predict further tokens one after the other.
 
     Module k reads the features of a place and the token k further on. Its keys are final once that
     token is known, so the last places are read again in the next pass. For more guesses than
-    modules the last module goes on with its own features in place of those of the next token.
+    modules, the last module continues with its own features in place of the next token's features.
     """
 
     def __init__(self, runner: Runner, options: EngineOptions, vocab_size: int) -> None:
@@ -142,12 +142,12 @@ class MTPDrafter(ScoredDrafter):
         self._row: dict[Request, Tensor] = {}
 
     def guess(self, request: Request, most: int) -> list[int]:
-        """Return zeros where the features of the token before are there."""
+        """Return zeros if the features of the previous token are kept."""
         end, _ = self._kept.get(request, (None, None))
         return super().guess(request, most) if end == request.held else []
 
     def round(self, number: int, parts: Sequence[Part], guesses: list[list[int]]) -> Tensor | None:
-        """Run the next module over all places, or the last one over the guess before."""
+        """Run the next module over all places, or the last module over the previous guess."""
         if not number:
             kept = ((part.request, part.start, self._kept.get(part.request)) for part in parts)
             self._row = {own: x[1] for own, start, x in kept if x is not None and x[0] == start}
@@ -194,7 +194,7 @@ class MTPDrafter(ScoredDrafter):
 
 
 def drafter_of(runner: Runner, options: EngineOptions, vocab_size: int) -> NgramDrafter | None:
-    """Return what guesses the next tokens; None for nothing.
+    """Return the drafter of the next tokens; None without guesses.
 
     Args:
         runner: The engine's model.
@@ -202,7 +202,7 @@ def drafter_of(runner: Runner, options: EngineOptions, vocab_size: int) -> Ngram
         vocab_size: Number of tokens to choose from.
 
     Raises:
-        ValueError: The model can't take guesses back, or nothing can guess so.
+        ValueError: The model can't take guesses back, or the options name no possible drafter.
     """
     how = options.speculate
     if how is None:
@@ -224,7 +224,7 @@ def drafter_of(runner: Runner, options: EngineOptions, vocab_size: int) -> Ngram
 
 
 def _obstacle(runner: Runner, how: object) -> str | None:
-    """Say why a model's tokens can't be guessed so; None if they can."""
+    """Return the reason why a model's tokens can't be guessed in this way; None if they can."""
     config = runner.model.config
     if runner.by_length:
         return (
@@ -254,7 +254,7 @@ def _obstacle(runner: Runner, how: object) -> str | None:
 
 
 def _wants(part: Part, guesses: Sequence[int], number: int) -> bool:
-    """Return whether a part wants another guess behind a number of them."""
+    """Return whether a part wants another guess after `number` guesses."""
     return len(part.drafts) > number == len(guesses)
 
 

@@ -1,4 +1,4 @@
-"""The engine: continuations of many prompts at once, each with the tokens it would have alone."""
+"""The engine: continuations of many prompts at once, each with the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from mt_infer.service import Service
 class Engine(Calls):
     """A model that continues many prompts at once.
 
-    Its methods may be called from several threads; one of them runs the passes for all. Where
-    ranks share the model's tensors, experts or layers, callers are the first rank's, and the others
-    call `serve`. `update_weights` is called by every rank, outside of `serve`.
+    Its methods may be called from several threads; one of them runs the passes for all. If ranks
+    share the model's tensors, experts or layers, the callers are on the first rank, and the other
+    ranks call `serve`. Every rank calls `update_weights`, outside of `serve`.
 
     Args:
         model: The model.
-        tokenizer: The one that it was trained with; None for token lists alone.
+        tokenizer: The tokenizer of its training; None for token lists alone.
         ends: Tokens that end a text.
         options: Sizes and switches.
-        run: The opened folder that it was loaded from.
+        run: The opened folder of the model.
         state: This rank's place in the layout.
 
     Raises:
@@ -106,7 +106,8 @@ class Engine(Calls):
             options: Fields of `EngineOptions`.
 
         Raises:
-            RunError: The folder is neither, has no committed checkpoint, or its parts don't fit.
+            RunError: The folder is neither kind, has no committed checkpoint, or its parts don't
+                fit.
         """
         chosen = EngineOptions(**options)
         if state is None:
@@ -136,7 +137,7 @@ class Engine(Calls):
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token has the same bits whatever else is in its pass."""
+        """Whether a token has the same bits with any other tokens in its pass."""
         return self.model.shard.kernels.is_invariant
 
     @property
@@ -146,12 +147,12 @@ class Engine(Calls):
 
     @property
     def identity(self) -> Identity:
-        """Step and digest of the weights as one value, for readers beside a swap."""
+        """Step and digest of the weights as one value, for readers during a swap."""
         return self._loop.identity
 
     @property
     def is_awake(self) -> bool:
-        """Whether it can make passes; see `sleep`."""
+        """Whether the engine can make passes; see `sleep`."""
         return self._loop.runner.is_awake
 
     @property
@@ -173,14 +174,14 @@ class Engine(Calls):
 
         Args:
             step: Step of the checkpoint; None for the latest.
-            finish: Whether running requests first end with the weights that they have. Otherwise,
-                and in an engine that sleeps, they go on with the new ones, which compute all of
-                their tokens again.
+            finish: Whether running requests first end with the old weights. Otherwise, and in a
+                sleeping engine, they continue with the new weights, which compute all of their
+                tokens again.
 
         Raises:
             ValueError: The engine was not made from a run.
-            RunError: The checkpoint has another model, or values that are not finite. The engine
-                sleeps if it has begun to read.
+            RunError: The checkpoint has another model, or values that are not finite. If the
+                read has begun, the engine sleeps.
         """
         with self._lock:
             return self._weights.load_step(step, finish=finish)
@@ -191,13 +192,13 @@ class Engine(Calls):
         """Copy weights, for example from a trainer in this process, into the live model.
 
         Args:
-            weights: This rank's parts of parameters, and of `mt_model.saved_buffers`, by name, of
+            weights: This rank's parts of parameters, and of `mt_model.saved_buffers`, by name, with
                 the model's shapes. Weights of quantised layers are rounded to their formats.
             step: Step that made them, for the completions.
             finish: See `load_step`.
 
         Raises:
-            ValueError: The model has no such tensor, or one of another shape.
+            ValueError: The model has no such tensor, or its tensor has another shape.
             QuantizationError: A quantised layer has more than a rounded weight.
         """
         with self._lock:
@@ -207,13 +208,13 @@ class Engine(Calls):
         """Load a LoRA adapter; running requests keep an older adapter of the same name.
 
         Args:
-            name: Its name.
+            name: Name of the adapter.
             source: A folder of Hugging Face PEFT, which all ranks can read, or tensors by their
                 names in PEFT; see `mt_hf.read_lora`.
             alpha: Products of given tensors are scaled by alpha / rank; by 1 if None.
 
         Raises:
-            ValueError: The adapter is not supported, or a layer of the model takes no such one.
+            ValueError: The adapter is not supported, or a layer of the model can't take it.
         """
         with self._lock:
             source = str(source) if isinstance(source, Path) else source
@@ -242,7 +243,7 @@ class Engine(Calls):
             self._ranks.do(self._weights.sleep, level=level)
 
     def wake(self) -> None:
-        """Make the memory of keys and values anew after `sleep`, and bring the weights back."""
+        """Allocate keys and values again after `sleep`, and bring the weights back."""
         with self._lock:
             self._ranks.do(self._weights.wake)
 
@@ -258,10 +259,11 @@ class Engine(Calls):
 
         Returns:
             The content for `take_over` of an engine with the same model, weights, dtype and
-            block_size, on whatever tp and pp; models with recurrent layers need the same tp.
+            block_size, for any tp and pp; models with recurrent layers need the same tp.
 
         Raises:
-            ValueError: The engine has no prefix cache, or the model an encoder.
+            ValueError: The engine has no prefix cache, the model has an encoder, or keys depend on
+                the length of the text.
         """
         self._handover.check()
         service, tokens = service or Service(), self._intake.given(prompt).tokens
@@ -271,25 +273,25 @@ class Engine(Calls):
             return self._handover.give(tokens, adapter=adapter, caller=service.caller)
 
     def take_over(self, content: bytes) -> int:
-        """Keep blocks from `hand_over`; a request with the same prompt then starts behind them.
+        """Keep blocks from `hand_over`; a request with the same prompt then starts after them.
 
-        Blocks are kept as those of earlier requests are, as far as there is room.
+        Blocks are kept like blocks of earlier requests, as far as there is room.
 
         Args:
             content: The content; it must come from a trusted engine.
 
         Returns:
-            The number of tokens whose keys and values are kept.
+            The number of tokens with kept keys and values.
 
         Raises:
-            ValueError: The content is none of `hand_over`, or of an engine whose blocks differ.
+            ValueError: The content is not from `hand_over`, or from an engine with other blocks.
         """
         with self._lock:
             self._loop.runner.check_awake()
             return self._handover.take(content)
 
     def serve(self) -> None:
-        """Do what the first rank's calls need, until it closes; the other ranks call it.
+        """Take part in the first rank's calls until it closes; the other ranks call this method.
 
         Raises:
             RankError: Another rank has failed.
@@ -301,7 +303,7 @@ class Engine(Calls):
     def close(self) -> None:
         """Let `serve` return on the other ranks; the first rank calls it when it has no requests.
 
-        As a context manager, the engine calls it at the end of the block on the first rank.
+        As a context manager, the engine calls `close` at the end of the block on the first rank.
         """
         with self._lock:
             if self._ranks.is_first and not self._ranks.has_failed:

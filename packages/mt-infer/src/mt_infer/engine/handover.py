@@ -1,4 +1,4 @@
-"""Hand-over: the blocks of a prompt that one engine computed, for another one to go on from."""
+"""Hand-over of a prompt's blocks from the engine that computed them to another engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from mt_infer.engine.weights import Weights
 class Handover:
     """Full blocks of prompts, read from the prefix cache or put into it.
 
-    Blocks travel with the heads of all tensor-parallel ranks and the layers of all stages, so that
-    layouts may differ. States of recurrent layers travel as each rank has them.
+    Blocks are sent with the heads of all tensor-parallel ranks and the layers of all stages, so
+    that layouts may differ. States of recurrent layers are sent in the form of each rank.
 
     Args:
         loop: The loop that holds the blocks.
@@ -46,7 +46,7 @@ class Handover:
         """Put the blocks of `give` into the prefix cache, and return their number of tokens.
 
         Raises:
-            ValueError: The bytes are not from `give`, or from an engine whose blocks differ.
+            ValueError: The bytes are not from `give`, or from an engine with other blocks.
         """
         self.check()
         try:
@@ -64,7 +64,7 @@ class Handover:
         return self._ranks.do(self.write_blocks, given=given)
 
     def check(self) -> None:
-        """Raise ValueError if the engine's blocks serve no other request."""
+        """Raise ValueError if other requests can't use the engine's blocks."""
         if self._loop.scheduler.prefix is None or self._loop.runner.model.config.encoder_layers:
             raise ValueError(
                 "a hand-over needs prefix_cache=True, a model without an encoder, and keys that "
@@ -72,7 +72,7 @@ class Handover:
             )
 
     def read_blocks(self, tokens: list[int], adapter: str | None, caller: str) -> dict[str, Any]:
-        """Return the cached blocks of a prompt's beginning, of all ranks."""
+        """Return the cached blocks of a prompt's beginning, from all ranks."""
         request = self._request([*tokens, 0], adapter, caller)  # a last token is never cached
         blocks = self._prefix.match(request)
         request.held = len(blocks) * self._options.block_size
@@ -96,7 +96,7 @@ class Handover:
         return {**whose, "blocks": joined, "states": states}
 
     def write_blocks(self, given: dict[str, Any]) -> int:
-        """Put blocks of all ranks into this one's pages, as far as there is room."""
+        """Put the blocks of all ranks into this rank's pages, as far as there is room."""
         tokens, size, pool = given["tokens"], self._options.block_size, self._loop.pool
         request = self._request(tokens, given["adapter"], given["caller"])
         count = min(len(tokens) // size, pool.free_blocks)
@@ -123,7 +123,7 @@ class Handover:
         return prefix
 
     def _request(self, tokens: list[int], adapter: str | None, caller: str) -> Request:
-        """Return a request that finds a prompt's blocks; it is never served."""
+        """Return a request to find the blocks of a prompt; it is never served."""
         number = self._loop.adapters.number(adapter)
         request = Request(number=-1, tokens=tokens, limit=0, caller=caller, adapter=number)
         request.salt = self._loop.salt(request)
@@ -145,7 +145,7 @@ class Handover:
             yield f"{layer}.{name}.{rank}", x[runner.kept_row(row)]
 
     def _facts(self) -> dict[str, Any]:
-        """Return what two engines must have in common."""
+        """Return the facts that two engines must have in common."""
         runner = self._loop.runner
         config = json.dumps(runner.model.config.to_dict(), sort_keys=True, default=str)
         return {
@@ -161,5 +161,5 @@ class Handover:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Return a tensor as bytes, as torch copies no fp8 by index."""
+    """Return a tensor as bytes, since torch can't copy fp8 by index."""
     return x.view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Host memory for requests that wait: which of its blocks each holds, and what to copy."""
+"""Host memory for waiting requests: the blocks that each holds, and the copies to make."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Move:
 
     Attributes:
         request: The request.
-        is_out: Whether it goes to the host.
+        is_out: Whether the copy goes to the host.
         blocks: Blocks of the pages.
-        host: Blocks of the host, as many.
-        state: Number of its rows of states.
-        turn: Which of them; see `Request.turn`.
+        host: Blocks of the host, the same number.
+        state: Number of the request's rows of states.
+        turn: Place of the states among these rows; see `Request.turn`.
     """
 
     request: Request
@@ -37,7 +37,7 @@ class HostRoom:
         block_size: Number of tokens of a block.
 
     Attributes:
-        restored: Number of tokens that came back instead of being computed again.
+        restored: Number of tokens that were copied back instead of being computed again.
     """
 
     def __init__(self, blocks: int, block_size: int) -> None:
@@ -46,7 +46,7 @@ class HostRoom:
         self.restored = 0
 
     def keep(self, request: Request) -> None:
-        """Copy a running request's blocks, if there is room for all."""
+        """Copy a running request's blocks, if there is room for all of them."""
         count = -(-request.held // self._block_size)
         if 0 < count <= self.pool.free_blocks:
             request.host = self.pool.take(count)
@@ -54,7 +54,7 @@ class HostRoom:
             self._move(request, 0, is_out=True)
 
     def restore(self, request: Request) -> None:
-        """Give an admitted request its blocks back, behind the ones from the prefix cache."""
+        """Give an admitted request its blocks back, after the ones from the prefix cache."""
         held, unseen = request.saved
         if held > request.held:
             self._move(request, request.held // self._block_size, is_out=False)

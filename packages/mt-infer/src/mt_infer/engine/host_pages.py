@@ -1,4 +1,4 @@
-"""The host memory that holds blocks of requests that wait."""
+"""Host memory for the blocks of waiting requests."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class HostPages:
 
 
 def _copy(into: Tensor, source: Tensor, rows: list[int], taken: list[int]) -> None:
-    """Copy rows as bytes, as torch copies no fp8 by index."""
+    """Copy rows as bytes, since torch can't copy fp8 by index."""
     into.view(torch.uint8)[rows] = source.view(torch.uint8)[taken].to(into.device)

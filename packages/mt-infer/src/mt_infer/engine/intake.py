@@ -1,4 +1,4 @@
-"""Requests from callers: prompts and parameters are checked and become answers to fill."""
+"""Requests from callers: checks of prompts and parameters, and empty answers for them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Samplings = Sampling | Sequence[Sampling] | None
 
 
 class CallOptions(TypedDict, total=False):
-    """What a call may say of its requests, besides prompts, parameters of the choice and images.
+    """Options of a call's requests, besides prompts, parameters of the choice and images.
 
     Attributes:
         adapter: Name of the adapter, for all prompts or for each.
@@ -54,10 +54,10 @@ def as_list(prompts: Prompts) -> list[Prompt]:
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a continuation begins with; see `Request`.
+    """The beginning of a continuation; see `Request`.
 
     Attributes:
-        tokens: Tokens that it continues.
+        tokens: Tokens to continue.
         source: Tokens for the encoder.
         images: Images among the tokens.
     """
@@ -68,7 +68,7 @@ class Given:
 
 
 class Intake:
-    """What turns a prompt and its parameters into a request.
+    """A maker of requests from prompts and parameters.
 
     Args:
         config: Config of the model.
@@ -93,15 +93,15 @@ class Intake:
         self._numbers = count()
 
     def given(self, prompt: Prompt, images: Sequence[Pixels] = (), *, fills: bool = False) -> Given:
-        """Return what the continuation of a prompt begins with.
+        """Return the beginning of a prompt's continuation.
 
         Args:
             prompt: The prompt.
-            images: Images that its image tokens stand for.
+            images: Images of its image tokens.
             fills: Whether a list of tokens may fill the context.
 
         Raises:
-            PromptError: The model can't continue it.
+            PromptError: The model can't continue the prompt.
         """
         if not isinstance(prompt, str):
             tokens = [int(each) for each in prompt]
@@ -116,11 +116,11 @@ class Intake:
         return Given(tokens=tokens, images=placed)
 
     def text(self, tokens: Sequence[int], prompt: Prompt | None, images: Sequence[Pixels]) -> Given:
-        """Return a whole text, whose tokens are to be scored.
+        """Return a whole text, for scores of its tokens.
 
         Args:
             tokens: Its tokens.
-            prompt: What the encoder reads; None without an encoder.
+            prompt: Prompt for the encoder; None without an encoder.
             images: Images among the tokens.
         """
         config, longest = self._config, self._config.max_sequence_length
@@ -150,20 +150,19 @@ class Intake:
         *,
         streams: bool = False,
     ) -> list[Answer]:
-        """Return empty answers with their requests; n of a prompt follow one another.
+        """Return empty answers with their requests; the n of one prompt follow one another.
 
         Args:
             prompts: A prompt, or a list of them.
             sampling: Parameters of the choice, for all prompts or for each.
-            images: For each prompt the images that its image tokens stand for.
+            images: For each prompt the images of its image tokens.
             adapter: Name of the adapter, for all prompts or for each.
             service: Priority, deadline and caller.
-            streams: Whether somebody waits for their deltas.
+            streams: Whether a caller waits for their deltas.
 
         Raises:
             PromptError: The model can't continue a prompt.
-            ValueError: A list of tokens has one that the model doesn't know, or there is not one
-                sampling for each prompt.
+            ValueError: A list has an unknown token, or there is not one sampling for each prompt.
         """
         given = as_list(prompts)
         if sampling is None or isinstance(sampling, Sampling):
@@ -196,18 +195,18 @@ class Intake:
         choice: int = 0,
         **served: Any,
     ) -> Answer:
-        """Return an empty answer with its request; other ranks do so of the same arguments.
+        """Return an empty answer with its request; other ranks make it from the same arguments.
 
         Args:
-            given: What it continues.
+            given: Beginning of the continuation.
             sampling: Parameters of the choice, with a seed.
             adapter: Name of the adapter; None for none.
             choice: Number among the continuations of the prompt.
             served: Number, priority, deadline and caller.
 
         Raises:
-            ValueError: A list of tokens has one that the model doesn't know, the grammar is bad, or
-                an encoder's prompt should have logprobs.
+            ValueError: A list has an unknown token, the grammar is bad, or logprobs are wanted for
+                an encoder's prompt.
             MissingExtraError: The library of grammars is not installed.
         """
         served.setdefault("number", next(self._numbers))
@@ -252,7 +251,7 @@ class Intake:
         )
 
     def _bad_words(self, sampling: Sampling) -> tuple[tuple[int, ...], ...]:
-        """Return the token lists of bad words, which may begin a word or continue one."""
+        """Return the token lists of bad words, both at the start of a word and inside one."""
         found: list[tuple[int, ...]] = []
         for word in sampling.bad_words:
             if not isinstance(word, str):

@@ -1,4 +1,4 @@
-"""A pass that raises: each of its requests is served alone, and only the guilty ones end."""
+"""Recovery from a failed pass: its requests are served one by one, and only failing ones end."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def isolate(
     serve: Callable[[], None],
     fail: Callable[[Request, Exception], None],
 ) -> None:
-    """Serve the requests of a pass that has raised one by one, up to their next token.
+    """Serve the requests of a failed pass one by one, up to their next token.
 
     They give their blocks back first, so that nothing of the pass stays. Others wait meanwhile.
 
     Args:
-        scheduler: The scheduler that has planned the pass.
+        scheduler: The scheduler that planned the pass.
         requests: The requests of the pass.
-        error: What it has raised.
-        serve: Function that makes a pass of what the scheduler has.
+        error: The error of the pass.
+        serve: Function that makes a pass of the scheduler's requests.
         fail: Function that ends a request with an error.
     """
     for request in list(scheduler.running):
@@ -44,8 +44,8 @@ def isolate(
 
 
 def _problem(request: Request, error: Exception, serve: Callable[[], None]) -> Exception | None:
-    """Serve a request up to its next token, and return the error that it raises alone."""
-    if request.end is not None:  # it had ended when the pass has raised
+    """Serve a request alone up to its next token, and return the error that it raises."""
+    if request.end is not None:  # it had ended before the pass failed
         return error
     count = len(request.tokens)
     try:

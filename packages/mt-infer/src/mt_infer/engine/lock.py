@@ -7,15 +7,15 @@ from collections import deque
 
 
 class FairLock:
-    """A reentrant lock that threads get in the order in which they asked for it.
+    """A reentrant lock that threads acquire in the order of their requests.
 
-    A thread that releases `threading.RLock` and asks again takes it before those that wait. Here
-    the lock is handed to the thread that has waited longest, so a caller waits for at most one step
+    A thread that releases `threading.RLock` and acquires it again gets it before waiting threads.
+    This lock is handed to the thread with the longest wait, so a caller waits for at most one step
     of each other caller.
     """
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()  # of the fields below, for a moment
+        self._guard = threading.Lock()  # protects the fields below, for a moment
         self._owner, self._depth = 0, 0
         self._waiting: deque[tuple[int, threading.Lock]] = deque()
 
@@ -49,10 +49,10 @@ class FairLock:
         return True
 
     def release(self) -> None:
-        """Undo one `acquire`; after the last one the lock goes to the thread that waited longest.
+        """Undo one `acquire`; after the last one the lock goes to the thread with the longest wait.
 
         Raises:
-            RuntimeError: Another thread has the lock, or none.
+            RuntimeError: This thread does not have the lock.
         """
         with self._guard:
             if not self._depth or self._owner != threading.get_ident():

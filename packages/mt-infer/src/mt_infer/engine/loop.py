@@ -1,4 +1,4 @@
-"""The engine's loop: plan, pass, choose, append; each step serves all requests that run."""
+"""The engine's loop: plan, pass, choose, append; each step serves all running requests."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from mt_infer.engine.scheduler import Scheduler
 class Loop:
     """The requests of a model, and the step that serves them.
 
-    One thread of the first rank steps at a time and holds `lock`, which goes round in the order of
-    those who ask; others may hand requests in meanwhile. Other ranks do the same `deeds`.
+    One thread of the first rank steps at a time and holds `lock`, which threads get in the order of
+    their requests; other threads may hand in requests meanwhile. Other ranks do the same `deeds`.
 
     Args:
         model: The model.
         options: Sizes and switches.
         vocab_size: Number of tokens to choose from.
-        tokenizer: The model's; None for token lists alone.
-        identity: Which weights the model has.
-        intake: What makes the requests of the first rank's callers on the others.
+        tokenizer: The model's tokenizer; None for token lists alone.
+        identity: Step and digest of the model's weights.
+        intake: Maker of the first rank's requests on the other ranks.
         ranks: The ranks that serve the same requests.
 
     Raises:
@@ -94,9 +94,9 @@ class Loop:
 
     @contextmanager
     def submitted(self, answers: list[Answer]) -> Iterator[None]:
-        """Hand requests in; those that have not ended at the block's end are cancelled.
+        """Hand in requests; the block's end cancels unfinished requests.
 
-        They end at once, or, while another thread steps, with the next step.
+        Cancelled requests end at once, or, while another thread steps, with the next step.
         """
         for each in answers:
             self.adapters.number(each.adapter)
@@ -118,16 +118,16 @@ class Loop:
         return bool(self.scheduler or self.arriving or self.leaving)
 
     def add_deeds(self, *deeds: Callable[..., Any]) -> None:
-        """Add to what all ranks do in the same order."""
+        """Add deeds, which all ranks do in the same order."""
         self.deeds |= {deed.__name__: deed for deed in deeds}
 
     def step(self) -> None:
-        """Take new requests in, let cancelled ones go, and serve all for one pass."""
+        """Take in new requests, end cancelled ones, and serve all for one pass."""
         self.take_in()
         self.advance()
 
     def take_in(self) -> None:
-        """Take new requests in, and let cancelled ones go."""
+        """Take in new requests, and end cancelled ones."""
         arrived = [self.arriving.popleft() for _ in range(len(self.arriving))]
         left = [self.leaving.popleft() for _ in range(len(self.leaving))]
         if not arrived and not left:
@@ -143,11 +143,11 @@ class Loop:
             self._ranks.do(self.run_pass, now=time.monotonic())
 
     def take(self, asked: Sequence[Mapping[str, Any]], left: Sequence[int]) -> None:
-        """Take requests in, and end others.
+        """Take in requests, and end cancelled ones.
 
         Args:
             asked: `Answer.asked` of each new request.
-            left: Numbers of the cancelled ones.
+            left: Numbers of the cancelled requests.
         """
         for each in asked:
             answer = self._own.pop(each["number"], None) or self._intake.answer(**each)
@@ -212,7 +212,7 @@ class Loop:
         self.counts["passes"] += 1
 
     def _encode(self, request: Request) -> None:
-        """Let the encoder read a source, unless it has for a request of the same one."""
+        """Let the encoder read a source, unless it has read the same source for another request."""
         if not request.unread:
             return
         if self.scheduler.prefix is None or not self.scheduler.prefix.match_memory(request):
@@ -220,10 +220,10 @@ class Loop:
         self.scheduler.note_encoded(request)
 
     def forget(self, identity: Identity) -> None:
-        """Compute running requests again, with other weights.
+        """Compute running requests again, with new weights.
 
         Args:
-            identity: Which weights the model has now.
+            identity: Step and digest of the new weights.
         """
         self.scheduler.forget()
         self._version += 1
@@ -232,7 +232,7 @@ class Loop:
             request.salt = self.salt(request)
 
     def sleep(self) -> None:
-        """Free the pages; running requests wait, and host memory may keep what they hold."""
+        """Free the pages; running requests wait, and host memory may keep their blocks."""
         for request in list(self.scheduler.running):
             self.scheduler.evict(request)
         self.pool.forget()
@@ -251,12 +251,12 @@ class Loop:
         self.drop_unused_adapters()
 
     def drop_unused_adapters(self) -> None:
-        """Drop removed adapters that no request has."""
+        """Drop removed adapters that no request uses."""
         self.adapters.drop_unused(request.adapter for request in self._answers)
 
     @property
     def runners(self) -> list[Runner]:
-        """The runners of the model and of the model that guesses, which both have pages."""
+        """The runners of the model and of the guessing model, both with pages."""
         guessing = () if self.drafter is None else self.drafter.runners
         return list(dict.fromkeys((self.runner, *guessing)))
 
@@ -294,7 +294,7 @@ class Loop:
             runner.move(back)
 
     def _append(self, part: Part, answer: Answer, drawn: Drawn) -> None:
-        """Continue an answer by the tokens drawn for it, as far as drafts were right."""
+        """Continue an answer by the tokens drawn for it, up to the first wrong draft."""
         new, end = follow(part, answer, drawn)
         unseen = 0 if self.drafter is None else self.drafter.unseen(part, len(new))
         self.scheduler.note(part, new, unseen)

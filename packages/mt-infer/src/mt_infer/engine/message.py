@@ -27,10 +27,10 @@ class _Sent:
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes; it may hold tensors, and what `mt_infer.message.pack` takes.
+    """Return a value as bytes; it may hold tensors, and all that `mt_infer.message.pack` takes.
 
     Raises:
-        TypeError: It holds something else.
+        TypeError: The value holds something else.
     """
     return message.pack(value, _sent)
 

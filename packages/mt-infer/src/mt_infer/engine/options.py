@@ -21,26 +21,24 @@ class EngineOptions:
             `max_batch` requests, or for one that fills the model's context; an encoder has twice
             as many.
         block_size: Number of tokens of a block.
-        host_blocks: Number of blocks of host memory, in which requests that have to wait keep what
-            they hold; without room there they compute it again.
+        host_blocks: Number of blocks of host memory, in which evicted requests keep their keys and
+            values; without room there they compute them again.
         max_batch: Largest number of requests in a pass.
         max_batch_tokens: Largest number of tokens in a pass; a longer prompt takes several, beside
             which other requests go on.
-        kv_cache_dtype: What keys and values are kept in; see `mt_model.GPT.new_pages`.
+        kv_cache_dtype: Format of cached keys and values; see `mt_model.GPT.new_pages`.
         prefix_cache: Whether requests start from the blocks of earlier ones that begin with the
             same tokens; recurrent layers keep states for it, up to `max_batch` of them.
-        speculate: Who guesses the next tokens, of which a pass verifies several; the tokens stay
-            the same. `ngram`: what followed the same ones before. `mtp`: the model's modules that
-            predict further tokens (`ModelConfig.mtp`). A model with the same vocabulary, or its
-            folder, for `Engine.from_folder`.
+        speculate: Source of guesses of the next tokens, several of which a pass verifies; the
+            tokens stay the same. `ngram`: the tokens that followed the same text before. `mtp`: the
+            model's modules that predict further tokens (`ModelConfig.mtp`). A model with the same
+            vocabulary, or its folder, for `Engine.from_folder`.
         num_drafts: Largest number of guesses in a pass.
-        batch_invariant: Whether a token has the same bits whatever else is in its pass: the bits
-            of a trainer with `mt_model.Kernels(attention="invariant")`. With None a probe of the
-            loaded model decides. False is quicker. A model that was built elsewhere keeps its
-            kernels.
+        batch_invariant: Whether a token has the same bits with any other tokens in its pass: the
+            bits of a trainer with `mt_model.Kernels(attention="invariant")`. With None a probe of
+            the loaded model decides. False is quicker. A model from the caller keeps its kernels.
         pack_weights: Whether `Engine.from_folder` keeps weights on a CPU in oneDNN's layout too,
-            which makes products of few tokens up to twice as fast and takes the weights' memory
-            once more.
+            which makes products of few tokens up to twice as fast and doubles the weights' memory.
     """
 
     blocks: int | None = None

@@ -17,14 +17,14 @@ def salt_of(*, version: int, adapter: int = 0, caller: str = "") -> bytes:
 
     Args:
         version: Version of the weights.
-        adapter: Number of the adapter, which no other one has had; 0 for none.
-        caller: Whom the blocks belong to; nobody else finds them.
+        adapter: Unique number of the adapter; 0 for none.
+        caller: Owner of the blocks; nobody else finds them.
     """
     return hashlib.sha256(repr((version, adapter, caller)).encode()).digest()
 
 
 def extend_keys(request: Request, full: int, block_size: int) -> None:
-    """Make a request's keys up to a number of blocks.
+    """Make the keys of a request's first `full` blocks.
 
     A key is the SHA-256 of the key before, the block's tokens, and the digests of the images that
     begin in it. The first key goes on from the salt and the encoder's tokens.
@@ -62,16 +62,16 @@ class PrefixCache:
 
     @property
     def has_states(self) -> bool:
-        """Whether a beginning needs states, too; chunks of prompts then end where blocks do."""
+        """Whether a cached beginning needs states too; chunks of prompts then end at block ends."""
         return self._states is not None
 
     def add_states(self, rows: int) -> None:
-        """Keep states of recurrent layers, without which no beginning serves.
+        """Keep states of recurrent layers, which every cached beginning then needs.
 
         Args:
             rows: Number of rows; the least recently used one is taken for new states.
         """
-        self._states = OrderedDict((row, row) for row in range(rows))  # of nobody yet
+        self._states = OrderedDict((row, row) for row in range(rows))  # all rows are unused
 
     def match(self, request: Request) -> list[int]:
         """Return the cached blocks of a request's beginning; its last token is always computed."""
@@ -91,7 +91,7 @@ class PrefixCache:
         return found
 
     def states_of(self, request: Request) -> int | None:
-        """Return the row with the states of the beginning that a request starts from, if any."""
+        """Return the row with the states of a request's cached beginning, if it has one."""
         if self._states is None or not request.held:
             return None
         key = request.keys[request.held // self._block_size - 1]
@@ -99,9 +99,9 @@ class PrefixCache:
         return self._states[key]
 
     def keep_states(self, request: Request) -> int | None:
-        """Return a row for the states of what a request holds; None if they are kept or of no use.
+        """Return a row for the states after a request's held tokens; None if not to be kept.
 
-        They are of use at the end of a block that others may find.
+        States are useful at the end of a block that other requests may find, unless kept already.
         """
         full, rest = divmod(request.held, self._block_size)
         if self._states is None or rest or not full:
@@ -120,7 +120,7 @@ class PrefixCache:
 
         Args:
             request: The request, after the pass.
-            before: Number of tokens whose blocks may be known.
+            before: Number of tokens published before; full blocks after them are new.
         """
         size = self._block_size
         first, full = before // size, (request.held - request.unseen) // size
@@ -132,7 +132,7 @@ class PrefixCache:
             request.table[place] = block
 
     def match_memory(self, request: Request) -> list[int]:
-        """Return the blocks of what an encoder made of the same source, if all are there."""
+        """Return the blocks of an encoder's output for the same source, if all are cached."""
         found = [self._pool.find(key) for key in self._memory_keys(request)]
         return [block for block in found if block is not None] if None not in found else []
 

@@ -1,4 +1,4 @@
-"""The ranks of an engine: what the first one does, all do."""
+"""The ranks of an engine, which all do the deeds of the first one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE = timedelta(seconds=10)
 
 
 class RankError(RuntimeError):
-    """Another rank of the engine failed; the engine is of no more use."""
+    """Another rank of the engine failed; the engine can no longer be used."""
 
 
 def _axes(layout: ParallelLayout) -> str:
@@ -41,10 +41,10 @@ class Ranks:
     """The ranks of an engine, which do the first one's deeds in its order.
 
     A deed is a function that every rank has, with arguments that JSON can hold. The first rank
-    sends its name and arguments as text, behind the number of bytes, and does it; the others
-    follow. What a deed computes must depend on the deeds so far alone. Where a deed raises, the
-    other ranks raise `RankError` before the next one, unless they wait for the rank inside of a
-    pass: there they see its process end.
+    sends its name and arguments as text, after the number of bytes, and does it; the others
+    follow. The result of a deed must depend on the deeds so far alone. If a deed raises, the other
+    ranks raise `RankError` before the next one, unless they wait for the rank inside a pass: there
+    they see its process end.
 
     Args:
         state: This rank's place in the layout; None for a rank alone.
@@ -57,7 +57,7 @@ class Ranks:
     def __init__(self, state: ParallelState | None) -> None:
         self.state = state
         self.group = group = None if state is None else state.group(_axes(state.layout))
-        # In a group of its own, the log doesn't meet a pass that another rank has left.
+        # In a separate group, a deed can't be mixed up with a pass that another rank has left.
         self._group = None if group is None else twin_group(group, "log", timeout=_IDLE)
         self._rank = 0 if group is None else dist.get_rank(group)
         device = torch.device("cpu") if state is None else state.device
@@ -66,11 +66,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank's calls are the engine's."""
+        """Whether callers use the engine of this rank."""
         return self._rank == 0
 
     def any(self, problem: str | None) -> str | None:
-        """Return a rank's problem, or that another rank has it; all ranks call it."""
+        """Return the problem of the first rank that has one, or None; all ranks call it."""
         if self._group is None:
             return problem
         _, is_said = self._meet(is_problem=problem is not None)
@@ -80,7 +80,7 @@ class Ranks:
         """Do a deed on all ranks; the first one calls it.
 
         Args:
-            deed: The function, by whose name the others know it.
+            deed: The function; other ranks find theirs by its name.
             arguments: Its arguments.
         """
         self.tell(deed.__name__, **arguments)
@@ -112,7 +112,7 @@ class Ranks:
             self._exchange(pack([deed, arguments]))
 
     def follow(self, deeds: Mapping[str, Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
-        """Do the first rank's deeds until one is not among these; return that and its arguments.
+        """Do the first rank's deeds up to one outside `deeds`; return its name and arguments.
 
         Raises:
             RankError: Another rank has failed.
@@ -126,7 +126,7 @@ class Ranks:
 
     @contextmanager
     def passing_on_errors(self) -> Iterator[None]:
-        """Tell the other ranks of an error of this one, if they don't wait for it in a pass."""
+        """Tell the other ranks about an error of this rank, unless they wait for it in a pass."""
         try:
             yield
         except Exception as error:
@@ -147,7 +147,7 @@ class Ranks:
         return [each.numpy().tobytes() for each in whole.split(counts)]
 
     def _exchange(self, text: bytes) -> bytes:
-        """Send the first rank's text to all."""
+        """Send the first rank's text to all ranks."""
         try:
             size, _ = self._meet(len(text))
             body = torch.frombuffer(bytearray(text or bytes(size)), dtype=torch.uint8)
@@ -162,7 +162,7 @@ class Ranks:
         """Return the largest size of all ranks, and whether one has a problem.
 
         Raises:
-            RankError: One has failed.
+            RankError: A rank has failed.
         """
         size, has_failed, is_said = self._reduced([size, 0, is_problem])
         if has_failed:

@@ -1,4 +1,4 @@
-"""A request: its tokens, and what the scheduler gave it."""
+"""A request: its tokens, and its blocks from the scheduler."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ class Request:
     """One continuation of a prompt.
 
     Attributes:
-        number: Order of arrival; the lower, the earlier served.
+        number: Order of arrival; lower numbers are served earlier.
         tokens: The prompt's tokens, then the chosen ones. With an encoder they begin with the
-            decoder's start, and the prompt's are `source`.
+            decoder's start, and the prompt's tokens are `source`.
         limit: Largest number of tokens, including the prompt's.
         source: Tokens for the encoder.
         images: Images among its tokens, in order.
         caller: Owner of its cached blocks; nobody else finds them.
-        salt: Key of what else the cached blocks depend on.
+        salt: Key of everything else that the cached blocks depend on.
         priority: Requests of a higher priority are served first.
-        deadline: Time at which it ends whatever it has, on the engine's clock.
-        reads_cache: Whether it may start from cached blocks; one that wants the scores of its
-            prompt may not.
+        deadline: Time at which it ends, complete or not, on the engine's clock.
+        reads_cache: Whether it may start from cached blocks; not if it wants the scores of its
+            prompt.
         adapter: Number of its adapter; 0 for none.
         held: Number of tokens whose keys and values are in its blocks.
         table: Its blocks, in the order of its tokens.
-        memory: Blocks of what the decoder attends to of the source.
-        is_encoded: Whether they are filled.
+        memory: Blocks of the encoded source, to which the decoder attends.
+        is_encoded: Whether the blocks of the source are filled.
         state: Number of its rows of the recurrent layers' states; None while it waits.
-        unseen: Number of its last held tokens that a model for drafts has not seen, so that nobody
-            may find their blocks.
-        turn: Number of drafted tokens so far, which says in which of these rows the states are.
+        unseen: Number of its last held tokens that a model for drafts has not seen, so that no
+            request may find their blocks.
+        turn: Number of drafted tokens so far, which decides the row with the current states.
         keys: Keys of its full blocks, as far as they were needed.
         host: Its blocks of host memory, while it waits.
-        saved: Number of tokens whose keys and values these have, and of the unseen ones.
+        saved: Number of tokens whose keys and values host memory has, and number of unseen ones.
         kept: Its recurrent states in host memory, by layer.
         end: Reason for its end; None while it goes on.
     """
@@ -75,7 +75,7 @@ class Request:
 
     @property
     def pending(self) -> int:
-        """Number of tokens that a pass has not seen; one is a step of decoding."""
+        """Number of tokens that no pass has seen; 1 means a step of decoding."""
         return len(self.tokens) - self.held
 
     @property
@@ -85,7 +85,7 @@ class Request:
 
     @property
     def piece(self) -> int:
-        """Number of next tokens that no chunk cuts: one, or the rest of an image."""
+        """Number of next tokens that must stay in one chunk: one, or the rest of an image."""
         held = self.held
         return next((each.end - held for each in self.images if each.start <= held < each.end), 1)
 
@@ -101,9 +101,9 @@ class StateCopy(NamedTuple):
 
     Attributes:
         state: Number of a request's rows.
-        turn: Which of them; see `Request.turn`.
+        turn: Place of the states among these rows; see `Request.turn`.
         kept: Row of the prefix cache.
-        is_back: Whether the copy goes to the request, which starts from there.
+        is_back: Whether the copy goes to the request, which starts from these states.
     """
 
     state: int
@@ -133,7 +133,7 @@ class Part:
 
     Attributes:
         request: The request.
-        start: Number of tokens that it holds before.
+        start: Number of tokens that the request holds before.
         count: Number of its tokens from `start` on.
         drafts: Guesses of the next tokens, which the pass verifies.
     """

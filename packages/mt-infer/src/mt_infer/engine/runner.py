@@ -21,8 +21,8 @@ from mt_infer.engine.host_pages import HostPages
 from mt_infer.engine.options import EngineOptions
 from mt_infer.engine.request import Request, Span, StateCopy
 
-_LONG = 64  # tokens of a pass that ranks of cp share; they all run a shorter one
-_GROUP = 128  # tokens of a group, on which a stage works while the next one has those before
+_LONG = 64  # least tokens of a pass that ranks of cp share; each runs a shorter pass in full
+_GROUP = 128  # tokens of a group; pipeline stages work on different groups of a pass
 
 
 class Runner:
@@ -36,7 +36,7 @@ class Runner:
 
     Attributes:
         packs_weights: See `EngineOptions.pack_weights`.
-        features: What MTP modules read of the last pass; None without them.
+        features: Features of the last pass for MTP modules; None without such modules.
 
     Raises:
         ValueError: The model is a stage without its place.
@@ -56,7 +56,7 @@ class Runner:
         self.features: Tensor | None = None
         self.device = next(model.parameters()).device
         self._stages = None if state is None else _stages_of(model, state)
-        # Of all stages, whose ranks have one schedule.
+        # All stages together, since their ranks have one schedule.
         layers = range(model.config.encoder_layers, model.config.num_layers)
         mixers = [mixer for index, mixer in model.config.mixers.items() if index in layers]
         self.has_states = any(not mixer.token_cache for mixer in mixers)
@@ -66,7 +66,7 @@ class Runner:
         self.by_length = any(each.angles(1) != each.angles(longest) for each in rotary)
         # A row for the states after each token that may be taken back.
         self._turns = 1 + options.num_drafts * bool(options.speculate and self.has_states)
-        # Keys that depend on the length of their pass, and states after each token, are of one.
+        # Keys that depend on the length of their pass, and states after each token, need one group.
         self._can_cut = not self.by_length and self._turns == 1
         self._peers = None if state is None else state.group("cp")
         self._pages: Pages | None = None
@@ -74,7 +74,7 @@ class Runner:
         self.wake()
 
     def wake(self) -> None:
-        """Make the pages, unless there are any."""
+        """Make the pages, unless they exist."""
         if self._pages is not None:
             return
         options = self._options
@@ -94,7 +94,7 @@ class Runner:
 
     @property
     def is_awake(self) -> bool:
-        """Whether there are pages."""
+        """Whether the pages exist."""
         return self._pages is not None
 
     def check_awake(self) -> None:
@@ -109,7 +109,7 @@ class Runner:
         return cast("Pages", self._pages)
 
     def check_embeds(self, pooling: str) -> None:
-        """Raise ValueError for an unknown pooling, or without whole texts of a decoder."""
+        """Raise ValueError for an unknown pooling, an encoder, or texts split among ranks."""
         if pooling not in ("last", "mean"):
             raise ValueError(f"pooling={pooling!r}: use 'last' or 'mean'")
         if self.model.config.encoder_layers:
@@ -119,7 +119,7 @@ class Runner:
 
     @torch.inference_mode()
     def embedding(self, tokens: Sequence[int], *, mean: bool) -> Tensor:
-        """Return the last layer's normed features of a text's last token, or their mean.
+        """Return the last layer's normed features of a text's last token, or the mean of all.
 
         Shape:
             Returns [hidden], fp32.
@@ -138,7 +138,7 @@ class Runner:
                 self._host.make(move, self.pages, row)
 
     def restarts(self, held: int, length: int) -> bool:
-        """Return whether held keys don't serve a longer text, as longrope's factors change."""
+        """Return whether a longer text needs new keys, because longrope's factors change."""
         return self._breaks and self.model.config.cache_break(held, length) is not None
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
@@ -182,7 +182,7 @@ class Runner:
     def _scored(
         self, batches: Sequence[dict[str, Any]], groups: Sequence[tuple[Spans, Places]]
     ) -> Tensor:
-        """Return the scores of the groups of a pass, one behind the other."""
+        """Return the scores of the groups of a pass, one after the other."""
         features: dict[bytes, Tensor] = {}
         for batch, (parts, _) in zip(batches, groups, strict=True):
             self._put_images(batch, parts, features)
@@ -204,7 +204,7 @@ class Runner:
     def ahead(
         self, depth: int, features: Tensor, spans: Sequence[Span], places: Sequence[Sequence[int]]
     ) -> tuple[Tensor, Tensor]:
-        """Run an MTP module over spans, whose tokens are those that it reads beside the features.
+        """Run an MTP module over spans of tokens, which it reads together with the features.
 
         Shape:
             features: [T, hidden]. Returns [number of places, vocab] and [T, hidden].
@@ -218,7 +218,7 @@ class Runner:
         return {"tokens": tokens, "cache": self.pages, "slots": slots}
 
     def _run(self, batches: Sequence[Mapping[str, Any]], width: int) -> list[Tensor]:
-        """Run all stages, and return what the last one gives, [1, length, width]."""
+        """Run all stages, and return the outputs of the last one, [1, length, width] each."""
         if self._stages is None:
             return [_stage(self.model, None, batch) for batch in batches]
 
@@ -250,7 +250,7 @@ class Runner:
         Args:
             batch: The batch.
             parts: Its parts.
-            features: Features of the pass's images by their digests, each of which is made alone.
+            features: Features of the pass's images by digest; each image is encoded alone.
         """
         start = 0
         for part in parts:
@@ -271,7 +271,7 @@ class Runner:
 
 
 def _stage(model: GPT, x: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
-    """Run a stage in a pass, its part of the encoder, or its layers for features."""
+    """Run a stage in a pass: its layers, its part of the encoder, or its layers for features."""
     if "places" in batch:
         how = batch["tokens"], batch["cache"], batch["places"], x
         return cast("EncoderDecoder", model).encode(*how)
@@ -281,7 +281,7 @@ def _stage(model: GPT, x: Tensor | None, batch: Mapping[str, Any]) -> Tensor:
 
 
 def _stages_of(model: GPT, state: ParallelState) -> Executor[Mapping[str, Any]] | None:
-    """Return the pipeline of a model's stages; None for one stage. Collective: its ranks meet."""
+    """Return the pipeline of a model's stages; None for one stage. All its ranks must call it."""
     group = state.group("pp")
     if group is None:
         return None
@@ -303,7 +303,7 @@ def _stages_of(model: GPT, state: ParallelState) -> Executor[Mapping[str, Any]] 
 
 
 def _check_layout(model: GPT, state: ParallelState | None) -> None:
-    """Refuse a stage whose other stages are not known, and an encoder that cp would share."""
+    """Refuse a stage without its place in a pipeline, and an encoder that cp would share."""
     if state is not None and state.size("cp") > 1 and model.config.encoder_layers:
         raise ValueError(
             f"cp={state.size('cp')}: an encoder reads a text on one rank; use tp or pp in its place"

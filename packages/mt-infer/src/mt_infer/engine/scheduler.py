@@ -1,4 +1,4 @@
-"""The scheduler: which tokens of which requests the next pass computes, and in which blocks."""
+"""The scheduler, which chooses the requests, tokens and blocks of the next pass."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Drafter = Callable[[Request, int], list[int]]
 
 
 class Scheduler:
-    """Requests that wait and requests that run, and the blocks of the latter.
+    """Waiting requests, running requests, and the blocks of the running ones.
 
     A request is admitted when all of its tokens find blocks. A step of decoding may need one more;
     if none is left, the last running request in the order of service gives its blocks back, waits,
-    and computes its tokens again later, unless host memory keeps them. The first one never gives
-    its own back, and each fits alone, so all end. A request of a higher priority takes blocks
-    from lower ones.
+    and computes its tokens again later, unless host memory keeps them. The first request never
+    gives its blocks back, and each request fits alone, so all requests end. A request of a higher
+    priority takes blocks from lower ones.
 
     Args:
         pool: The blocks.
@@ -33,7 +33,7 @@ class Scheduler:
         by_length: Whether keys depend on the length of the pass that made them. Prompts then are
             one chunk, even longer ones than `max_batch_tokens`, and a request is admitted when
             all blocks that it may need are free, and never evicted.
-        drafter: Guesses tokens that the pass verifies; None for none.
+        drafter: Source of guesses that the pass verifies; None without guesses.
 
     Attributes:
         host: Host memory that keeps the blocks of evicted requests; None to compute them again.
@@ -69,7 +69,7 @@ class Scheduler:
         self.evictions = self.found_tokens = self.admitted_tokens = 0
 
     def __bool__(self) -> bool:
-        """Whether a request has not ended."""
+        """Whether there are unfinished requests."""
         return bool(self.running or self.waiting)
 
     def check(self, request: Request) -> None:
@@ -83,12 +83,12 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Take a request in; see `check`."""
+        """Take in a request; see `check`."""
         self.check(request)
         insort(self.waiting, request, key=lambda each: each.rank)
 
     def finish(self, request: Request, end: str) -> None:
-        """End a request, wherever it is, and take its blocks back."""
+        """End a waiting or running request, and take its blocks back."""
         request.end = end
         if request.state is None:
             self.waiting.remove(request)
@@ -112,7 +112,7 @@ class Scheduler:
         insort(self.waiting, request, key=lambda each: each.rank)
 
     def forget(self) -> None:
-        """Let all requests wait, and forget all blocks, as they are of other weights."""
+        """Let all requests wait, and forget all blocks, since they come from other weights."""
         for request in list(self.running):
             self.evict(request)
         for request in self.waiting:
@@ -140,7 +140,7 @@ class Scheduler:
         prompts = (each for each in running if each not in steps)
         chunks: list[Part] = []
         for request in chain(prompts, self._admitted()):
-            # One that was evicted above has no state; one that found no block waits for one.
+            # A request that was evicted above has no state; one without a free block waits for one.
             if request.state is None or self._lacks(request):
                 continue
             count = self._chunk(request, budget, is_first=not chunks)
@@ -162,7 +162,7 @@ class Scheduler:
         Args:
             part: The part.
             chosen: The new tokens: the first continues the request, and each further one follows
-                an accepted draft. None behind a chunk that doesn't reach the last token.
+                an accepted draft. Empty after a chunk that doesn't reach the last token.
             unseen: See `Request.unseen`.
         """
         request, before = part.request, max(0, part.start - part.request.unseen)
@@ -176,7 +176,7 @@ class Scheduler:
                 self._copy(request, self.prefix.keep_states(request), is_back=False)
 
     def copies(self) -> list[StateCopy]:
-        """Return the copies of states to make now: before the pass of a plan, and behind it."""
+        """Return the copies of states to make now: before the pass of a plan, or after it."""
         found, self._copies = self._copies, []
         return found
 
@@ -188,19 +188,19 @@ class Scheduler:
         return -(-tokens // self.block_size)
 
     def _needs(self, request: Request) -> int:
-        """Return how many blocks a waiting request needs to be admitted."""
+        """Return the number of blocks that a waiting request needs to be admitted."""
         tokens = request.limit - 1 if self._by_length else len(request.tokens)
         return self._blocks(tokens) + self._blocks(len(request.source))
 
     def _lacks(self, request: Request) -> int:
-        """Return how many blocks a running request's tokens lack."""
+        """Return the number of blocks that a running request's tokens lack."""
         return max(0, self._blocks(len(request.tokens)) - len(request.table))
 
     def _chunk(self, request: Request, budget: int, *, is_first: bool) -> int:
-        """Return how many tokens of a prompt go into a pass beside what its encoder reads.
+        """Return the number of a prompt's tokens in a pass, besides the source for its encoder.
 
-        The first chunk of a pass may exceed the budget by what can't be cut: a source, an image,
-        or a prompt whose keys depend on its length.
+        The first chunk of a pass may exceed the budget if it can't be cut: a source, an image, or a
+        prompt whose keys depend on its length.
         """
         room = budget - request.unread
         least = request.pending if self._by_length else request.piece
@@ -209,7 +209,7 @@ class Scheduler:
         count = request.uncut(min(request.pending, room))
         if self._by_length or self.prefix is None or not self.prefix.has_states:
             return count
-        # States are kept where a block ends. The last token is always computed.
+        # States are kept at the end of a block. The last token is always computed.
         end = min(request.held + count, len(request.tokens) - 1)
         cut = request.uncut(end - end % self.block_size - request.held)
         return cut if cut > 0 else count
@@ -241,7 +241,7 @@ class Scheduler:
         return tuple(drafts)
 
     def _admitted(self) -> Iterator[Request]:
-        """Admit waiting requests in order, as long as the next one finds room."""
+        """Admit waiting requests in order while the next one finds room."""
         while self.waiting and len(self.running) < self.max_batch:
             request = self.waiting[0]
             matched = self.prefix.match(request) if self.prefix is not None else []

@@ -19,15 +19,15 @@ from mt_infer.engine.runner import Runner
 
 
 class StaticEngine:
-    """A model that reads some prompts in one pass, and then adds a token to each in every further.
+    """A model that reads several prompts in one pass, and adds a token to each in every later pass.
 
     It runs the same pass and choice as `Engine`, so the tokens are the same. Nothing waits, shares
-    blocks or is guessed, and a prompt can't join while others run: it shows what one batch costs,
-    and is the shortest way to read how text is made.
+    blocks or is guessed, and a prompt can't join while others run: it shows the cost of one batch,
+    and is the shortest code to read on how text is generated.
 
     Args:
         model: The model.
-        tokenizer: The one that it was trained with; None for token lists alone.
+        tokenizer: The tokenizer of its training; None for token lists alone.
         ends: Tokens that end a text.
         options: Sizes: `blocks` and `max_batch` bound a batch, `max_batch_tokens` does not.
     """
@@ -51,7 +51,7 @@ class StaticEngine:
         """Continue prompts; see `Engine.generate`.
 
         Raises:
-            ValueError: They are more than fit at once.
+            ValueError: There are more prompts or tokens than fit at once.
         """
         answers = self._answers(prompts, sampling)
         for each in answers:

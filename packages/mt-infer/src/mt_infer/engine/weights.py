@@ -37,16 +37,16 @@ from mt_infer.loading import (
 
 
 class Weights:
-    """The weights of a loop's model; whoever calls holds the engine's lock.
+    """The weights of a loop's model; callers hold the engine's lock.
 
     Args:
         model: The model.
         loop: The loop that serves it.
-        run: The opened folder that it was loaded from.
+        run: The opened folder of the model.
         ranks: The ranks that serve the same requests.
 
     Attributes:
-        ema: Whether steps are read as averages of the weights.
+        ema: Whether the moving averages of the weights are read.
     """
 
     def __init__(self, model: GPT, loop: Loop, run: Run | None, ranks: Ranks) -> None:
@@ -122,7 +122,7 @@ class Weights:
         return arguments
 
     def _rounded(self) -> dict[str, QuantizedLinear]:
-        """Return the quantised layers by the name that their weight had."""
+        """Return the quantised layers by the original names of their weights."""
         named = self._model.named_modules()
         layers = {name: each for name, each in named if isinstance(each, QuantizedLinear)}
         return {f"{name}.weight": layer for name, layer in layers.items()}
@@ -138,7 +138,7 @@ class Weights:
         torch.cuda.empty_cache()  # for other processes of the device
 
     def wake(self) -> None:
-        """Make the pages anew, and bring weights back; see `Engine.wake`."""
+        """Make new pages, and bring weights back; see `Engine.wake`."""
         for runner in self._loop.runners:
             if self._are_away:
                 runner.model.to(runner.device)
@@ -148,22 +148,22 @@ class Weights:
         self._are_away = False
 
     def _pack(self) -> None:
-        """Pack the weights of models that the engine has read, and that change by it alone."""
+        """Pack the weights of models that the engine loaded, since only the engine changes them."""
         if self._run is not None and self._loop.runner.packs_weights:
             for runner in self._loop.runners:
                 pack_weights(runner.model)
 
     def finish(self) -> None:
-        """Let running requests end with the weights that they have, unless the engine sleeps."""
+        """Let running requests end with their current weights, unless the engine sleeps."""
         while self._loop.scheduler and self._loop.runner.is_awake:
             self._loop.advance()
 
     @contextmanager
     def _swapped(self, identity: Identity) -> Iterator[None]:
-        """Forget what the old weights made; if a rank has an error, all sleep and raise it.
+        """Forget all blocks of the old weights; if a rank has an error, all sleep and raise it.
 
         Args:
-            identity: Which weights the model has at the block's end.
+            identity: Step and digest of the weights at the block's end.
         """
         error: BaseException | None = None
         try:
@@ -187,7 +187,7 @@ def _misfit(
     own: Mapping[str, Tensor],
     rounded: Mapping[str, QuantizedLinear],
 ) -> str | None:
-    """Say which tensor the model has not, or of another shape; None if it has all."""
+    """Name a tensor that the model lacks or has in another shape; None if all fit."""
     for name, x in weights.items():
         if name in rounded:
             rounded[name].check_weight(x, name)
@@ -236,7 +236,7 @@ def with_kernels(model: GPT, kernels: Kernels) -> GPT:
 
 
 def _serving(options: EngineOptions, state: ParallelState, how: dict[str, Any]) -> dict[str, Any]:
-    """Choose the fastest products for a model that serves, where none are named."""
+    """Choose the fastest products for a serving model, unless the caller names some."""
     kernels = Kernels.of(how.get("kernels", "auto"))
     if kernels.gemm != "auto":
         return how
@@ -246,7 +246,7 @@ def _serving(options: EngineOptions, state: ParallelState, how: dict[str, Any]) 
 
 
 def with_draft(options: EngineOptions, state: ParallelState, how: Any) -> EngineOptions:
-    """Return the options with the model of a folder that guesses tokens in place of the folder.
+    """Return the options with a loaded model in place of the folder of the guessing model.
 
     Args:
         options: Sizes and switches.
@@ -263,5 +263,5 @@ def with_draft(options: EngineOptions, state: ParallelState, how: Any) -> Engine
 
 
 def obstacle_of(model: GPT, ranks: Ranks) -> str | None:
-    """Say why a token's bits depend on its pass, on this rank or another; None if they don't."""
+    """Return why a token's bits depend on its pass, on this or another rank; None if they don't."""
     return ranks.any(invariance_obstacle(model))

@@ -1,4 +1,4 @@
-"""The command of lm-eval, to which mt-infer's engine is a model named `mt`."""
+"""The command of lm-eval, with mt-infer's engine as a model named `mt`."""
 
 import sys
 from importlib.util import find_spec

@@ -18,7 +18,7 @@ from mt_infer.eval.scorer import EvalOptions, Scorer
 from mt_infer.loading import Run, open_run
 
 _CHUNK = 16  # batches between two steps of the progress bar
-_USUAL_TOKENS = 256  # of a continuation, as with lm-eval's other models
+_USUAL_TOKENS = 256  # tokens of a continuation, as with lm-eval's other models
 
 
 class EngineLM(TemplateLM):

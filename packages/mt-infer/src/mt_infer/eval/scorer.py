@@ -1,4 +1,4 @@
-"""Scores of texts and continuations by an engine, as lm-eval wants them of a model."""
+"""Scores of texts and continuations by an engine, in the form that lm-eval needs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Scorer:
 
     Args:
         engine: The engine, which ends no text by itself.
-        tokenizer: The model's.
+        tokenizer: Tokenizer of the model.
         ends: Tokens that end a text.
         longest: Largest number of tokens that the model reads; a text may have one more, because
             nothing follows the last one.
@@ -86,17 +86,17 @@ class Scorer:
                 and their continuations.
         """
         texts = [(context + rest)[-self._longest - 1 :] for context, rest in pairs]
-        # The last token is the only one that may be chosen, so its logprob comes of the same pass.
+        # The last token is the only one that may be chosen, so the same pass gives its logprob.
         how = [_forced(text[-1], prompt=len(rest) > 1) for text, (_, rest) in _zip(texts, pairs)]
         done = self._engine.generate([text[:-1] for text in texts], how)
         return [_score(each, rest) for each, (_, rest) in _zip(done, pairs)]
 
     def score_texts(self, texts: Sequence[list[int]], prefix: int) -> list[float]:
-        """Return the logprob of each text, whose tokens all have as much context as there is room.
+        """Return the logprob of each text, with the longest possible context for each token.
 
         Args:
             texts: The texts.
-            prefix: Token that stands before a text.
+            prefix: Token before a text.
         """
         cut = [list(windows(text, prefix, self._longest)) for text in texts]
         scores = iter(self.score([pair for pairs in cut for pair in pairs]))
@@ -109,7 +109,7 @@ class Scorer:
 
         Args:
             prompts: The prompts, which are cut from the left to make room for the continuations.
-            given: For each its parameters, normalised by lm-eval.
+            given: Parameters of each continuation, normalised by lm-eval.
 
         Raises:
             ValueError: A parameter is not supported, or the room is too small.
@@ -147,7 +147,7 @@ class Scorer:
 
 
 def windows(tokens: list[int], prefix: int, longest: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield contexts and continuations, in which each token of a text is once in a continuation.
+    """Yield contexts and continuations; each token of the text is in exactly one continuation.
 
     Args:
         tokens: The text.

@@ -1,4 +1,4 @@
-"""Bodies of a server's requests to frozen dataclasses, without what JSON readers disagree about."""
+"""Request bodies as frozen dataclasses, without JSON that readers interpret differently."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Form:
     """The fields of a route's body.
 
     Attributes:
-        NOT_SERVED: OpenAI's fields that are refused, with the reason.
+        NOT_SERVED: Refused fields of OpenAI's, with the reasons.
     """
 
     NOT_SERVED: ClassVar[Mapping[str, str]] = {}
@@ -43,7 +43,7 @@ T = TypeVar("T", bound=Form)
 def read_form(cls: type[T], content: bytes, max_depth: int = 64) -> T:
     """Return the dataclass of a body.
 
-    Nulls are as good as nothing, and fields that can't change an answer are ignored.
+    Nulls count as absent, and fields that can't change an answer are ignored.
 
     Args:
         cls: The dataclass.
@@ -82,7 +82,7 @@ def _parsed(content: bytes, max_depth: int) -> dict[str, Any]:
 
 
 def _check(value: Any, max_depth: int) -> None:
-    """Refuse depth, integers beyond 64 bits and lone surrogates anywhere."""
+    """Refuse deep nesting, integers beyond 64 bits and lone surrogates anywhere."""
     path: list[str | int] = []
     problem = _problem(value, path, max_depth)
     if problem is not None:
@@ -94,7 +94,7 @@ def _check(value: Any, max_depth: int) -> None:
 
 
 def _problem(value: Any, path: list[str | int], max_depth: int) -> str | None:
-    """Return the first problem of a value; the path then leads to it."""
+    """Return the first problem of a value, and make `path` lead to it."""
     if len(path) > max_depth:
         return f"the body is nested deeper than {max_depth} levels"
     if isinstance(value, str):

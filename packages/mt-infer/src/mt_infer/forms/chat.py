@@ -35,11 +35,11 @@ class TextPart(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageUrl:
-    """Where an image is.
+    """The place of an image.
 
     Attributes:
         url: A `data:` URL; nothing is fetched.
-        detail: Images have the model's size, whatever it says.
+        detail: Ignored; images have the model's size.
     """
 
     url: str
@@ -51,7 +51,7 @@ class ImagePart(Part):
     """An image.
 
     Attributes:
-        image_url: Where it is.
+        image_url: Place of the image.
     """
 
     type_name: ClassVar[str] = "image_url"
@@ -65,9 +65,9 @@ class FunctionFields:
 
     Attributes:
         name: Its name.
-        description: What it does.
+        description: Purpose of the function.
         parameters: JSON schema of its arguments.
-        strict: Arguments follow the schema where `tool_choice` asks for a call, whatever it says.
+        strict: Ignored; arguments follow the schema if `tool_choice` asks for a call.
     """
 
     name: str
@@ -139,7 +139,7 @@ class CalledFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call of the assistant's.
+    """A call by the assistant.
 
     Attributes:
         id: Its id.
@@ -157,13 +157,13 @@ class Message:
     """A message of a conversation.
 
     Attributes:
-        role: Who says it; the developer is the system.
+        role: Role of the speaker; `developer` counts as `system`.
         content: The text, or its parts.
         name: Name of the speaker, or of the called function.
         tool_calls: Calls of functions, by the assistant.
-        tool_call_id: Id of the call of which this is the result.
-        reasoning_content: What the assistant wrote for itself.
-        refusal: Text of a refusal, which stands for the content.
+        tool_call_id: Id of the call with this result.
+        reasoning_content: Reasoning of the assistant.
+        refusal: Text of a refusal, in place of the content.
         annotations: Not read.
     """
 
@@ -210,7 +210,7 @@ class Message:
 
 
 def _plain_parts(parts: tuple[Part, ...]) -> str | list[dict[str, str]]:
-    """Return texts joined by line feeds; with images, a list as templates of such models read."""
+    """Return texts joined by line feeds; with images, a list for templates of multimodal models."""
     texts = [each.text for each in parts if isinstance(each, TextPart)]
     if len(texts) == len(parts):
         return "\n".join(texts)
@@ -227,11 +227,11 @@ class ChatForm(Choosing):
     Attributes:
         messages: The conversation.
         max_tokens: Largest number of tokens; None for the rest of the context.
-        max_completion_tokens: The same, by its newer name.
+        max_completion_tokens: Newer name of `max_tokens`.
         logprobs: Whether to report the logprobs of tokens.
         top_logprobs: Number of most likely tokens to report for each.
         tools: Functions that the model may call.
-        tool_choice: Whether it may or must call one, or which one.
+        tool_choice: Whether the model may or must call a function, or the function to call.
         parallel_tool_calls: Whether an answer may have several calls.
         reasoning_effort: For the chat template.
         chat_template_kwargs: Further variables of the chat template.

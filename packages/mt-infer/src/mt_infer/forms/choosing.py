@@ -1,4 +1,4 @@
-"""Fields of a body that say how tokens are chosen."""
+"""Fields of a body for the choice of tokens."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _COLDEST = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How a stream is sent.
+    """Options of a stream.
 
     Attributes:
         include_usage: Whether the last chunk has the numbers of tokens.
-        include_obfuscation: Nothing is padded, whatever it says.
+        include_obfuscation: Ignored; nothing is padded.
     """
 
     include_usage: bool = False
@@ -33,12 +33,12 @@ class StreamOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseFormat:
-    """The form of an answer, as `/v1/chat/completions` has it."""
+    """The form of an answer of `/v1/chat/completions`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFormat:
-    """The form of an answer, as `/v1/responses` has it."""
+    """The form of an answer of `/v1/responses`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class SchemaFields:
     Attributes:
         name: Name of the schema.
         schema: The schema; the answer always follows it, as if `strict` were true.
-        description: What the answer is for.
+        description: Purpose of the answer.
         strict: Whether the answer must follow the schema.
     """
 
@@ -92,17 +92,17 @@ class SchemaFormat(ResponseFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class Choosing(Form):
-    """Fields of a body that say how tokens are chosen; see `Sampling`.
+    """Fields of a body for the choice of tokens; see `Sampling`.
 
     Attributes:
         model: Name of the served model or of an adapter; empty for the model.
         stop: Texts that end the answer.
         response_format: Form of the answer.
         stream: Whether the answer comes in events.
-        stream_options: How it then comes.
+        stream_options: Options of the stream.
         cache_salt: Only requests with the same salt share cached prompts.
-        deadline_s: Seconds after which the answer ends whatever it has.
-        receipt: Whether the answer brings what `mt-infer replay` needs to make it again.
+        deadline_s: Seconds after which the answer ends, complete or not.
+        receipt: Whether the answer has a receipt, with which `mt-infer replay` makes it again.
     """
 
     model: str = ""
@@ -159,7 +159,7 @@ class Choosing(Form):
                 checks.add(name, f"{len(found)} entries are too many; use at most {_MOST_WORDS}")
 
     def sampling(self, **more: Any) -> Sampling:
-        """Return the parameters of the choice, with what a route adds.
+        """Return the parameters of the choice, with those that a route adds.
 
         Raises:
             FieldError: A value is out of its range.

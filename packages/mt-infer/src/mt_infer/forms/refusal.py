@@ -50,7 +50,7 @@ class RefusedError(Exception):
 
 
 class FormError(RefusedError):
-    """A field of a body that is refused.
+    """A refused field of a body.
 
     Args:
         param: Path of the field, such as `messages[0].role`; empty for the body as a whole.

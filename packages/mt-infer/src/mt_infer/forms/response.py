@@ -42,7 +42,7 @@ class InputPart:
 
 @dataclass(frozen=True, kw_only=True)
 class InputText(InputPart):
-    """A text of the user's.
+    """A text by the user.
 
     Attributes:
         text: The text.
@@ -76,7 +76,7 @@ class InputImage(InputPart):
 
     Attributes:
         image_url: A `data:` URL.
-        detail: Images have the model's size, whatever it says.
+        detail: Ignored; images have the model's size.
     """
 
     type_name: ClassVar[str] = "input_image"
@@ -105,7 +105,7 @@ class InputMessage(InputItem):
     """A message.
 
     Attributes:
-        role: Who says it.
+        role: Role of the speaker.
         content: The text, or its parts.
     """
 
@@ -206,7 +206,7 @@ class TextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningOptions:
-    """How the model reasons.
+    """Options of the model's reasoning.
 
     Attributes:
         effort: For the chat template.
@@ -217,14 +217,14 @@ class ReasoningOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseForm(Form):
-    """Body of `/v1/responses`; see `ChatForm` for fields that are not described.
+    """Body of `/v1/responses`; see `ChatForm` for other fields.
 
     Attributes:
-        input: What the user says, or a conversation.
-        instructions: What the system says first.
+        input: The user's message, or a conversation.
+        instructions: System message at the beginning.
         max_output_tokens: Largest number of tokens.
         text: Form of the text.
-        reasoning: How the model reasons.
+        reasoning: Options of the model's reasoning.
         truncation: Inputs are never cut.
         include: Nothing more is included.
         background: Answers are waited for.

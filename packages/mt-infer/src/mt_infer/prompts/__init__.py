@@ -1,1 +1,1 @@
-"""What a server asks of an engine: the prompts of requests as tokens, and how to continue them."""
+"""A server's tasks for an engine: prompts as tokens, and parameters of their continuations."""

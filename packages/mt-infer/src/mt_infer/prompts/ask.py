@@ -1,4 +1,4 @@
-"""Forms of requests to what the engine is asked."""
+"""Tasks for the engine, from the forms of requests."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mt_infer.service import Service
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What a route wants of the engine.
+    """A route's task for the engine.
 
     Attributes:
         prompts: The prompts.
-        sampling: How to choose tokens.
+        sampling: Parameters of the choice of tokens.
         adapter: Name of the adapter.
-        cache_salt: What narrows who finds the cached blocks: this client's requests of this salt.
-        deadline_s: Seconds after which the request ends with what it has, if that is sooner than
+        cache_salt: Salt of the cached blocks: only this client's requests with it find them.
+        deadline_s: Seconds after which the request ends, complete or not, if that is sooner than
             the server's own deadline.
     """
 
@@ -93,7 +93,7 @@ def ask_of(
     max_tokens: int | None,
     **sampling: Any,
 ) -> Ask:
-    """Return what the engine is asked.
+    """Return the engine's task.
 
     Args:
         facts: The model.
@@ -123,7 +123,7 @@ def ask_of(
 
 
 def chat_ask(facts: Facts, form: ChatForm, prompt: Prompt) -> Ask:
-    """Return what the engine is asked for a conversation; see `ask_of`."""
+    """Return the engine's task for a conversation; see `ask_of`."""
     logprobs = (form.top_logprobs or 0) if form.logprobs or form.receipt else None
     how = {"grammar": call_grammar(form)} if form.must_call else {}
     return ask_of(facts, form, [prompt], max_tokens=form.limit, logprobs=logprobs, **how)

@@ -1,4 +1,4 @@
-"""Calls of functions: the grammar that makes an answer one, and the parser of answers."""
+"""Calls of functions: the grammar of answers that are calls, and the parser of answers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mt_tokenizer import AnswerEvent, AnswerForm, AnswerParser, CallArguments, C
 
 from mt_infer.forms.chat import ChatForm
 
-# What the grammar writes: {"name": ..., "parameters": {...}}; {...}
+# The form of the calls: {"name": ..., "parameters": {...}}; {...}
 _ASKED = AnswerForm(calls="llama3")
 
 
 def call_grammar(form: ChatForm) -> str:
-    """Return a grammar of llguidance for an answer of calls of functions."""
+    """Return a grammar of llguidance for an answer that consists of function calls."""
     functions = [each.function for each in form.callable]
     names = [f"call_{number}" for number in range(len(functions))]
     rest = ' ("; " call)*' if form.parallel_tool_calls else ""
@@ -27,10 +27,10 @@ def call_grammar(form: ChatForm) -> str:
 
 
 def parser_of(form: AnswerForm, chat: ChatForm, prompt: str) -> AnswerParser:
-    """Return what takes an answer apart.
+    """Return the parser of an answer's parts.
 
     Args:
-        form: How the model marks the parts of its answers.
+        form: The model's marks of the parts of its answers.
         chat: The fields of the request.
         prompt: The rendered prompt.
     """
@@ -41,7 +41,7 @@ def parser_of(form: AnswerForm, chat: ChatForm, prompt: str) -> AnswerParser:
 
 
 def asked_calls(events: Iterable[AnswerEvent], form: ChatForm) -> Iterable[AnswerEvent]:
-    """Yield events, without further calls where only one is wanted."""
+    """Yield events; if only one call is wanted, leave out further ones."""
     for event in events:
         is_call = isinstance(event, CallBegin | CallArguments | CallEnd)
         if not is_call or form.parallel_tool_calls or event.index == 0:
@@ -49,5 +49,5 @@ def asked_calls(events: Iterable[AnswerEvent], form: ChatForm) -> Iterable[Answe
 
 
 def _object(schema: object) -> dict[str, object]:
-    """Return a schema of arguments, which are an object whatever it leaves open."""
+    """Return a schema of arguments that allows only objects."""
     return {"type": "object", **(schema if isinstance(schema, dict) else {})}

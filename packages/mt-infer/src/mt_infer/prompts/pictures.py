@@ -1,7 +1,7 @@
-"""Images of requests: `data:` URLs, decoded in a process of their own with limits.
+"""Images of requests: `data:` URLs, decoded in a separate process with limits.
 
-Decoders of images are large programs in C, and the bytes are anybody's. `python -m` of this module
-reads one image from standard input and writes its size and its pixels.
+Image decoders are large programs in C, and the bytes come from anybody. `python -m` with this
+module reads one image from standard input and writes its size and its pixels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def picture_of(url: str, param: str) -> Picture:
         param: Path of its field.
 
     Raises:
-        FormError: It is no such URL, or no image within the limits.
+        FormError: The URL is no `data:` URL, or its content is no image within the limits.
     """
     head, comma, text = url.partition(",")
     kind, _, encoding = head.partition(";")
@@ -71,7 +71,7 @@ async def picture_of(url: str, param: str) -> Picture:
 
 
 def main() -> None:
-    """Decode the image of standard input."""
+    """Decode the image on standard input."""
     try:
         import PIL.Image  # noqa: F401 - before the limits
         from mt_multimodal import ImageLimits, decode_image

@@ -28,7 +28,7 @@ _MOST_IMAGES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """A prompt as the engine takes it.
+    """A prompt in the form that the engine takes.
 
     Attributes:
         tokens: Its tokens.
@@ -42,7 +42,7 @@ class Prompt:
 
 
 class Prompts:
-    """What turns prompts into tokens.
+    """A converter of prompts to tokens.
 
     Args:
         backend: The engine.
@@ -59,7 +59,7 @@ class Prompts:
         """The model's tokenizer.
 
         Raises:
-            FormError: It has none.
+            FormError: The model has no tokenizer.
         """
         if self._backend.tokenizer is None:
             raise FormError("", "the model has no tokenizer; send tokens, to /v1/completions")
@@ -73,7 +73,7 @@ class Prompts:
             param: Name of their field.
 
         Raises:
-            FormError: One is too long, or has a token that the model doesn't know.
+            FormError: A prompt is too long, or has an unknown token.
         """
         texts = [each for each in given if isinstance(each, str)]
         self._check_size(texts, param)
@@ -101,7 +101,7 @@ class Prompts:
 
     @cached_property
     def form(self) -> AnswerForm:
-        """How the model marks calls and reasoning in its answers, once a template was rendered."""
+        """The model's marks of calls and reasoning, available after a template was rendered."""
         assert self._template is not None, "chat() has rendered"  # noqa: S101
         return AnswerForm.find(self._template.source, self.tokenizer.special_tokens)
 
@@ -111,7 +111,7 @@ class Prompts:
             self._template.close()
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of texts; an empty one is the end-of-document token."""
+        """Return the tokens of texts; an empty text is the end-of-document token."""
         tokenizer, found = self.tokenizer, []
         for text in texts:
             try:
@@ -185,7 +185,7 @@ class Prompts:
 
 
 def _without_none(tool: Mapping[str, object]) -> dict[str, object]:
-    """Return a tool without what its client has not sent."""
+    """Return a tool without the fields that its client has not sent."""
     function = tool["function"]
     assert isinstance(function, dict), "it is a mapping"  # noqa: S101
     sent = {k: v for k, v in function.items() if v is not None and k != "strict"}

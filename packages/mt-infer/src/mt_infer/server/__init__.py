@@ -1,4 +1,4 @@
-"""The engine behind HTTP, in the forms of OpenAI's interface; needs `mt-infer[server]`."""
+"""The HTTP server of an engine, with OpenAI's interface; needs `mt-infer[server]`."""
 
 from __future__ import annotations
 

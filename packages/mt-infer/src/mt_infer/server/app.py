@@ -1,4 +1,4 @@
-"""The app: an engine, keys and limits behind the routes."""
+"""The app: routes with an engine, keys and limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def create_app(
 
     Args:
         engine: The engine, of this process or another one.
-        keys: Keys of clients and admins; None for no keys, which is for this machine alone.
+        keys: Keys of clients and admins; None for a server of this machine alone, without keys.
         limits: The limits.
     """
     backend = _backend(engine)

@@ -1,4 +1,4 @@
-"""What each request passes before it is routed: its key, the size and time of its body."""
+"""Checks of each request before routing: its key, and the size and time of its body."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mt_infer.forms.refusal import RefusedError
 from mt_infer.server.keys import Client, Keys
 from mt_infer.server.limits import Limits
 
-_OPEN = "/health"  # says nothing but that the process is alive
+_OPEN = "/health"  # says only that the process is alive
 _ADMIN = "/admin"
 _OWN = ("localhost", "127.0.0.1", "::1")
 _LONGEST_PATH = 200
@@ -27,8 +27,8 @@ class Gate:
     """The outermost layer of the app.
 
     Each request needs a client's key, `/admin` an admin's key, and `/health` no key, whether the
-    route exists or not. A refusal, or an error that a layer below has let through, is answered in
-    OpenAI's form, and one line of the log says how each request has ended.
+    route exists or not. A refusal, or an uncaught error of an inner layer, is answered in OpenAI's
+    form, and one line of the log records the end of each request.
 
     Args:
         app: The app.
@@ -96,7 +96,7 @@ class _Exchange:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """Return the next part of the body, or that the client has left."""
+        """Return the next part of the body, or the client's disconnection."""
         if self._is_whole:
             return await self._receive()
         left = self._begun + self._limits.body_s - time.monotonic()
@@ -115,7 +115,7 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Send a part of the answer; a client that takes none of it is left."""
+        """Send a part of the answer; disconnect a client that does not take it."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             if not self._is_whole and self._has_body():  # the rest of it is not read
@@ -134,7 +134,7 @@ class _Exchange:
             await response_of(error)(self._scope, self.receive, self.send)
 
     def log(self, client: str) -> None:
-        """Write how the request has ended."""
+        """Log the end of the request."""
         how: dict[str, Any] = {
             "method": self._scope["method"],
             "path": self._scope["path"][:_LONGEST_PATH],
@@ -154,7 +154,7 @@ class _Exchange:
 
 
 def _is_own(scope: Scope) -> bool:
-    """Return whether no browser sends the request for a page of another site than this machine."""
+    """Return whether the request does not come from a browser's page of another site."""
     origin = dict(scope["headers"]).get(b"origin", b"http://localhost").decode("latin-1")
     return urlsplit(origin).hostname in _OWN
 

@@ -1,4 +1,4 @@
-"""The port: connections within limits, signals, and the line that says where it listens."""
+"""The port: connections within limits, signals, and the line with the server's address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mt_infer.server.limits import Limits
 _HEADER_BYTES = 1 << 15
 _BACKLOG = 2048
 _OTHER_FILES = 256
-_PAUSE_S = 1.0  # where no connection can be accepted
+_PAUSE_S = 1.0  # after a failure to accept a connection
 _log = logging.getLogger("mt_infer.server")
 
 
@@ -39,7 +39,7 @@ def check_address(host: str, keys: Keys) -> None:
     """Refuse to serve other machines without a key.
 
     Raises:
-        ValueError: The address is not of this machine alone, and there is no key.
+        ValueError: Other machines can reach the address, and there is no key.
     """
     if keys.clients or host == "localhost":
         return
@@ -55,10 +55,10 @@ def check_address(host: str, keys: Keys) -> None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket of an address, which does not listen yet.
+    """Return a socket bound to an address, which does not listen yet.
 
     Raises:
-        AddressError: The address is taken, or is none.
+        AddressError: The address is taken, or is no address.
     """
     made = None
     try:
@@ -74,12 +74,12 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Serves an app on a bound socket until SIGTERM or SIGINT; a second one does not wait.
+    """A server of an app on a bound socket, until SIGTERM or SIGINT; a second one does not wait.
 
     Args:
         app: The app.
         limits: The limits.
-        on_listening: Called when the port is open.
+        on_listening: Function to call when the port is open.
     """
 
     def __init__(self, app: FastAPI, limits: Limits, on_listening: Callable[[], None]) -> None:
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Take the connections that wait; one beyond the limit costs no protocol and no task."""
+        """Take the waiting connections; one beyond the limit costs no protocol and no task."""
         loop = asyncio.get_running_loop()
         for _ in range(_BACKLOG):
             try:
@@ -185,7 +185,7 @@ def _connections(limits: Limits, on_lost: Callable[[asyncio.Protocol], None]) ->
 
     Args:
         limits: The limits.
-        on_lost: Called with a connection that has ended.
+        on_lost: Function to call with an ended connection.
     """
 
     class Connection(H11Protocol):
@@ -205,7 +205,7 @@ def _connections(limits: Limits, on_lost: Callable[[asyncio.Protocol], None]) ->
             on_lost(self)
 
         def _watch(self) -> None:
-            """Close the connection if the header that it has begun takes too long."""
+            """Close the connection if its header takes too long after the first byte."""
             if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
                 self._forget()
             elif self._late is None:

@@ -29,7 +29,7 @@ class Key:
     """A client's key.
 
     Attributes:
-        secret: What the client sends.
+        secret: The key that the client sends.
         priority: Priority of its requests.
     """
 
@@ -47,7 +47,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """Who sends a request.
+    """The sender of a request.
 
     Attributes:
         name: Name in logs, and owner of cached blocks: a keyed hash of the key, or nothing.
@@ -64,7 +64,7 @@ class Keys:
 
     Attributes:
         clients: Keys of clients; without one, everybody may send requests.
-        admins: Keys of `/admin`; without one, it does not exist.
+        admins: Keys of `/admin`; without one, the route does not exist.
     """
 
     clients: tuple[Key, ...] = ()
@@ -72,11 +72,11 @@ class Keys:
     _salt: bytes = field(default_factory=lambda: secrets.token_bytes(32), init=False, repr=False)
 
     def client(self, authorization: str) -> Client | None:
-        """Return who sends a header `Authorization`; None without a valid key of a client."""
+        """Return the sender of a header `Authorization`; None without a valid client's key."""
         return self._owner(authorization, self.clients) if self.clients else Client()
 
     def admin(self, authorization: str) -> Client | None:
-        """Return who sends a header `Authorization`; None without a valid key of an admin."""
+        """Return the sender of a header `Authorization`; None without a valid admin's key."""
         return self._owner(authorization, self.admins)
 
     def _owner(self, authorization: str, keys: tuple[Key, ...]) -> Client | None:
@@ -94,7 +94,7 @@ class Keys:
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """Return the keys of a file: one a line, with `priority=N` behind it if it has one.
+    """Return the keys of a file: one a line, optionally followed by `priority=N`.
 
     Raises:
         KeyFileError: Others may read the file, or a line is no key.

@@ -9,7 +9,7 @@ from mt_files import Checks
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The limits of a server; what exceeds one is refused, and the rest is served.
+    """The limits of a server; it refuses requests beyond a limit, and serves the others.
 
     Attributes:
         max_queue: Largest number of continuations that wait for a place in a pass.
@@ -20,7 +20,7 @@ class Limits:
         max_depth: Deepest nesting of a body's lists and mappings.
         max_connections: Largest number of open connections.
         max_stream_bytes: Largest number of bytes of answers that wait for a slow reader.
-        deadline_s: Seconds after which a request ends with what it has.
+        deadline_s: Seconds after which a request ends, complete or not.
         header_s: Seconds that a connection may take for a request's headers.
         body_s: Seconds that a request may take for its body.
         idle_s: Seconds that a connection may be idle between requests.

@@ -22,14 +22,14 @@ _COUNTS = {
 
 
 class _EngineCounts(Collector):
-    """The engine's own counts, as they were last asked for."""
+    """The engine's counts, from the last request for them."""
 
     def __init__(self) -> None:
         self.stats: Mapping[str, int] = {}
         self.step: int | None = None
 
     def collect(self) -> Iterator[Metric]:
-        """Yield them."""
+        """Yield the counts."""
         stats = self.stats
         used = stats.get("blocks", 0) - stats.get("free_blocks", 0)
         gauges = {
@@ -55,7 +55,7 @@ class Metrics:
 
     Attributes:
         rejected: Number of refused requests, by reason.
-        ended: Continuations that have ended, by reason.
+        ended: Number of ended continuations, by reason.
         prompt_tokens: Tokens of prompts.
         generation_tokens: Tokens of continuations.
         first_s: Seconds to a continuation's first token.

@@ -1,4 +1,4 @@
-"""The server's app as a deployment of Ray Serve: each replica has an engine of its own."""
+"""The server's app as a deployment of Ray Serve: each replica has its own engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ray_deployment(
 ) -> Any:
     """Return a deployment for `ray.serve.run(ray_deployment(folder).bind())`.
 
-    Its `options` say how many replicas there are and what each takes of a machine:
+    Its `options` set the number of replicas and the resources of each:
     `ray_deployment(folder).options(num_replicas=4, ray_actor_options={"num_gpus": 1})`. Ray's proxy
     listens on loopback unless `ray.serve.start` says otherwise; give keys for another address.
     Ray's own processes listen on all addresses of a machine without a key, for each other: keep

@@ -36,7 +36,7 @@ _FIELDS = frozenset(each.name for each in fields(Sampling))
 
 
 class Serving:
-    """What routes use; `request.app.state.serving` has it.
+    """The engine with limits and metrics, for routes; it is `request.app.state.serving`.
 
     Args:
         backend: The engine.
@@ -44,7 +44,7 @@ class Serving:
 
     Attributes:
         metrics: The server's metrics.
-        prompts: What turns prompts into tokens.
+        prompts: Converter of prompts to tokens.
         is_draining: Whether no more requests are taken.
     """
 
@@ -65,7 +65,7 @@ class Serving:
         return self.backend.facts
 
     async def deltas(self, request: Request, ask: Ask) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of the continuations; closing it, or a client that leaves, cancels them.
+        """Yield the deltas of continuations; closing it, or a leaving client, cancels them.
 
         Raises:
             RefusedError: The engine refuses or fails, or the queue is full.
@@ -152,7 +152,7 @@ class Serving:
 
 
 async def until_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what a coroutine returns; cancel it when the client leaves."""
+    """Return the result of a coroutine; cancel the coroutine when the client leaves."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
     try:

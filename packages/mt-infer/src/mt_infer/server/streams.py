@@ -26,8 +26,8 @@ async def streamed(request: Request, ask: Ask, writer: Writer) -> Response:
 
     Args:
         request: The request.
-        ask: What the engine is asked.
-        writer: Makes the events.
+        ask: The engine's task.
+        writer: Writer of the events.
 
     Raises:
         RefusedError: The engine refuses before the first delta; later errors are events.

@@ -1,4 +1,4 @@
-"""What an admin's key may do: weights, memory and adapters."""
+"""Routes for an admin's key: weights, memory and adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NewAdapter(Form):
     """The body of `/admin/adapters`.
 
     Attributes:
-        name: Name by which requests have it as their model.
+        name: Name of the adapter, which requests give as their model.
         folder: Folder of Hugging Face PEFT.
     """
 
@@ -84,7 +84,7 @@ async def wake(request: Request) -> dict[str, Any]:
 
 @router.post("/adapters")
 async def load_adapter(request: Request) -> dict[str, Any]:
-    """Load a LoRA adapter, or another one under the same name."""
+    """Load a LoRA adapter, or replace the one of the same name."""
     form, serving = await form_of(request, NewAdapter), Serving.of(request)
     with refusals():
         await serving.backend.load_adapter(form.name, form.folder)

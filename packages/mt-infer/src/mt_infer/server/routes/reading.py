@@ -1,4 +1,4 @@
-"""The bodies of requests to forms."""
+"""Reading of request bodies into forms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def form_of(request: Request, cls: type[T]) -> T:
     Pages of other origins, which can send requests to this machine unasked, are refused.
 
     Raises:
-        RefusedError: The body comes from such a page, or is encoded otherwise than in UTF-8.
+        RefusedError: The body comes from such a page, or is not encoded in UTF-8.
         FormError: `read_form` refuses it.
     """
     headers, serving = request.headers, Serving.of(request)

@@ -1,4 +1,4 @@
-"""What a server is and how it does: `/health`, `/ready`, `/metrics` and `/v1/models`."""
+"""Status of a server: `/health`, `/ready`, `/metrics` and `/v1/models`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def health() -> dict[str, str]:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Say whether requests would be served now."""
+    """Say whether the server can serve requests now."""
     serving = Serving.of(request)
     if serving.is_draining or not serving.backend.is_ready:
         raise RefusedError(503, "the server is not ready", code="not_ready", retry_after=1)

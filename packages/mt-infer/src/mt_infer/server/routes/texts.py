@@ -50,7 +50,7 @@ async def embeddings(request: Request) -> Response:
 
 @router.post("/score")
 async def score(request: Request) -> Response:
-    """Return the logprob of each token of texts but the first."""
+    """Return the logprob of each token of texts except the first."""
     serving, form = Serving.of(request), await form_of(request, ScoreForm)
     name = form.model or serving.facts.model
     adapter = adapter_of(serving.facts, name)
