@@ -71,12 +71,12 @@ class BackgroundSaver:
 
     @property
     def saved(self) -> Path | None:
-        """The step directory of the newest save that is complete; None before the first."""
+        """The step directory of the newest complete save; None before the first."""
         return self._saved
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed whose error has not been raised yet.
+        """Whether a save has failed and its error has not been raised yet.
 
         Ranks learn of a failure at slightly different times. Let one rank ask, tell the others, and
         then call `wait` on all.
@@ -111,7 +111,7 @@ class BackgroundSaver:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of a save that has failed, without waiting for one under way.
+        """Raise the error of a failed save, without waiting for one under way.
 
         Raises:
             CheckpointError: A save failed; earlier checkpoints are unchanged.
@@ -157,10 +157,10 @@ class BackgroundSaver:
         except BaseException as error:
             self._error = _as_checkpoint_error(error)
             if not threading.main_thread().is_alive():
-                raise  # nobody will ask, so that it is at least printed
+                raise  # nobody will ask for the error, so it is at least printed
 
     def _copy(self, shards: list[TensorShard], *, only_own: bool) -> list[TensorShard]:
-        """Return the shards with tensors of our own; those that are not written have no memory.
+        """Return the shards with copied tensors, or without memory if this rank doesn't write them.
 
         Args:
             shards: The shards.

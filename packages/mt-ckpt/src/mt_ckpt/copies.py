@@ -1,4 +1,4 @@
-"""Copies of the state in the memory of nodes, for a restart after some of the ranks were lost."""
+"""Copies of the state in the memory of nodes, for a restart after a loss of ranks."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from mt_ckpt.root import committed_steps, latest_checkpoint
 from mt_ckpt.save import save_checkpoint
 from mt_ckpt.shard import TensorShard
 
-# In the folder of checkpoints: copies of the run of a folder that was deleted are of no use.
+# In the folder of checkpoints, since copies are useless after the folder is deleted.
 _ID = ".copies"
 
 
 class MemoryCopies:
     """Copies of the newest state of a run, in the memory of the nodes that train it.
 
-    Each rank keeps what it would write to a checkpoint as a piece in the memory of its node, and
-    another rank keeps it on the next node. The shared disk gets nothing: the step waits while two
-    pieces are written to memory and one is sent. When a launcher starts all ranks again after a
-    node was lost, the memory of the other nodes is as it was, and `restore` makes a checkpoint of
-    the pieces there, which any layout loads. With all ranks on one node the copies outlive the
-    ranks, and not the node.
+    Each rank keeps its part of a checkpoint as a piece in the memory of its node, and another rank
+    keeps a copy of the piece on the next node. The shared disk gets nothing: the step waits while
+    two pieces are written to memory and one is sent. When a launcher starts all ranks again after
+    the loss of a node, the memory of the other nodes is unchanged, and `restore` makes a checkpoint
+    of the pieces there, which any layout loads. With all ranks on one node, the copies outlive the
+    ranks but not the node.
 
     Every rank makes the object, calls `restore` before it looks for a checkpoint, then `save`, and
     `clear` at the end.
 
     Args:
-        folder: Folder in the memory of this rank's node, such as `/dev/shm`. It gets twice what the
-            ranks of a node write, and during a copy four times. Each rank also has the piece that
-            it received in its own memory meanwhile.
+        folder: Folder in the memory of this rank's node, such as `/dev/shm`. It holds twice the
+            bytes that the ranks of a node write to a checkpoint, and during a copy four times. Each
+            rank also has the received piece in its own memory meanwhile.
         root: Folder of the run's checkpoints; see `save_checkpoint`.
         group: The ranks that save; needs a CPU backend (gloo). None: this process saves alone.
         on_event: Called with the points reached by `save`: `copy.begin`, `copy.piece` (after each
@@ -80,10 +80,10 @@ class MemoryCopies:
         )
 
     def save(self, step: int, shards: Iterable[TensorShard], metadata: dict[str, Any]) -> None:
-        """Copy the state of a step; the copies of earlier steps go.
+        """Copy the state of a step, and remove the copies of earlier steps.
 
         Args:
-            step: The step; it comes after that of the last copy.
+            step: The step, later than the step of the last copy.
             shards: See `save_checkpoint`.
             metadata: See `save_checkpoint`.
 
@@ -121,9 +121,9 @@ class MemoryCopies:
     def restore(self) -> Path | None:
         """Make a checkpoint of the newest copy if it is newer than the one to resume from.
 
-        Every piece has to be on one of the nodes; the number of ranks may differ. A copy from
-        before `latest` was set back, or the folder of checkpoints was deleted, is not taken. A
-        damaged piece is a warning, and no copy is taken then. The copies are removed in any case.
+        Every piece must be on one of the nodes; the number of ranks may differ. A copy is not used
+        if `latest` was set back, or the folder of checkpoints was deleted, after it was made. With
+        a damaged piece there is a warning, and no copy is used. The copies are removed in any case.
 
         Returns:
             The step directory; None if nothing was made.
@@ -191,7 +191,7 @@ class MemoryCopies:
     def _exchange(
         self, head: bytes, own: list[TensorShard], sizes: list[int]
     ) -> dict[int, tuple[bytes, list[torch.Tensor]]]:
-        """Send this rank's piece to the next node, and return those that come, by rank."""
+        """Send this rank's piece to the next node, and return the received pieces, by rank."""
 
         def swap(mine: np.ndarray | None, expected: dict[int, int]) -> dict[int, np.ndarray]:
             outgoing = {} if self._to is None or mine is None else {self._to: mine}
@@ -229,7 +229,7 @@ class MemoryCopies:
         return {"held": held, "named": self._named()}
 
     def _newest(self, reports: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the newest step of which all pieces are there, and for each rank what it reads."""
+        """Return the newest step with all pieces, and the pieces for each rank to read."""
         named, holders = reports[0]["named"], dict[tuple[int, int], dict[int, list[int]]]()
         for rank, report in enumerate(reports):
             for step, piece, ranks, then in report["held"]:
@@ -267,7 +267,7 @@ class MemoryCopies:
 
 
 def _agreed(reports: list[dict[str, str]]) -> dict[str, Any]:
-    """Return the run, and to which rank of the next node each one sends its piece, if to any."""
+    """Return the run, and for each rank the receiver of its piece on the next node, if any."""
     nodes: dict[str, list[int]] = {}
     for rank, report in enumerate(reports):
         nodes.setdefault(report["node"], []).append(rank)

@@ -39,13 +39,13 @@ def disk_errors(action: str, path: Path, *, needed: str = "") -> Iterator[None]:
 class Disk:
     """The system calls through which checkpoints are read and changed.
 
-    Everything that a save creates, writes, syncs, renames and removes goes through one object of
-    this class, so that a test can fail, interrupt or record any of the calls. Readers take theirs
-    from `disk_of`.
+    A save creates, writes, syncs, renames and removes everything through one object of this class,
+    so that a test can fail, interrupt or record any of the calls. Readers get their object from
+    `disk_of`.
 
     Attributes:
         threads: Number of threads that sync or remove many files at once.
-        has_folders: Whether a file needs a folder that is made before.
+        has_folders: Whether a file needs an existing folder.
     """
 
     threads = 8
@@ -73,7 +73,7 @@ class Disk:
         Args:
             folder: Folder that links must not leave.
             name: Path of the file in the folder.
-            parts: Whether the reader reads parts of it, and not all from start to end.
+            parts: Whether the reader reads parts of the file instead of all from start to end.
         """
         del parts  # nothing is read ahead
         stream = mt_files.open_file(f"{folder}/{name}", within=folder)
@@ -87,8 +87,8 @@ class Disk:
         """List every file below `root` as a relative posix path.
 
         Returns:
-            The plain files with their sizes, and the entries that a checkpoint may not contain with
-            the reason.
+            The plain files with their sizes, and the entries that a checkpoint may not contain,
+            with the reasons.
         """
         return _list_files(root)
 
@@ -231,7 +231,7 @@ def in_threads(action: Callable[[T], R], items: Iterable[T], *, threads: int) ->
     the work: items that no thread has begun are dropped.
 
     Args:
-        action: What each thread does with an item.
+        action: Function that a thread calls with each item.
         items: The items.
         threads: Number of threads; twice as many items are taken and not yet yielded. 1 means
             the caller's own.

@@ -19,7 +19,7 @@ _STORED: dict[str, str] = {
     "uint8": "|u1",
     "bool": "|b1",
 }
-# Floats of which only the bits are stored, and the torch dtype of these.
+# Floats that are stored as their bits, and the torch dtype of the bits.
 _BITS = {
     "bfloat16": torch.uint16,
     "float8_e4m3fn": torch.uint8,

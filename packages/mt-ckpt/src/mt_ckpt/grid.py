@@ -17,10 +17,10 @@ import numpy as np
 from mt_ckpt.error import CheckpointError
 
 MAX_CHUNK_BYTES = 64 * 2**20
-SLICED_BYTES = 16 * 2**20  # of an array from which its chunks have slices
+SLICED_BYTES = 16 * 2**20  # least size of an array whose chunks have slices
 SLICE_BYTES = 2**20
 MIN_SLICE_BYTES = 2**16
-MAX_SLICES = 2**14  # of a chunk
+MAX_SLICES = 2**14  # slices of a chunk
 _EVEN_PARTS = 4
 _PRIMES = (2, 3, 5, 7, 11, 13)
 _LONG = 64  # elements: the last slice along a dim as long as this may be partial
@@ -81,7 +81,7 @@ def plan_chunks(
 
 
 def plan_slice(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Return the shape of a slice of an array; None for an array that is read as a whole.
+    """Return the shape of a slice of an array; None for an array without slices.
 
     Every dim that can be cut evenly is cut in four, so that a half or a quarter of any dim is whole
     slices. The longest dims are then cut further, down to `SLICE_BYTES`.

@@ -14,8 +14,8 @@ from mt_ckpt.disk import Disk
 class StoredPath(PosixPath):
     """A path in an object store, such as `s3://bucket/run/checkpoints`.
 
-    It carries the open store along, and the operating system can't be given one: what does not know
-    of stores raises an error, and takes it for no local file.
+    It carries the open store, and can't be passed to the operating system: code that does not know
+    stores raises an error instead of using a local file.
 
     Attributes:
         disk: The store.
@@ -31,7 +31,7 @@ class StoredPath(PosixPath):
         return path
 
     def with_segments(self, *segments: Any) -> Self:
-        """Return a path in the same store; pathlib makes all others by it."""
+        """Return a path in the same store; pathlib makes all derived paths with this method."""
         return self.on(self.disk, *segments)
 
     if sys.version_info < (3, 12):  # pathlib asks `with_segments` from then on
@@ -45,7 +45,7 @@ class StoredPath(PosixPath):
             return self.with_segments(super().parent)
 
     def __str__(self) -> str:
-        text = super().__str__()  # with one slash behind the scheme
+        text = super().__str__()  # with one slash after the scheme
         return object_url(text) or text
 
     def __fspath__(self) -> str:
@@ -73,5 +73,5 @@ def as_path(path: str | Path) -> Path:
 
 
 def disk_of(path: Path) -> Disk:
-    """Return the disk, or the store, on which a path is read."""
+    """Return the disk, or the store, of a path."""
     return path.disk if isinstance(path, StoredPath) else Disk()

@@ -1,4 +1,4 @@
-"""The plan of a save: the arrays of all ranks with their chunk grids, and who writes what."""
+"""The plan of a save: the arrays of all ranks with their chunk grids, and the writers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The arrays of a save, and who writes them.
+    """The arrays of a save, and their writers.
 
     Attributes:
         arrays: All arrays, by name.
         packs: The packs, each with the rank that writes it.
-        writers: The rank that writes each chunk, in the order of `chunk_number`, for arrays of
-            which a box has replicas. Chunks of others are written by the box's own rank.
+        writers: The rank that writes each chunk, in the order of `chunk_number`, for arrays with
+            replicated boxes. In other arrays, each box's own rank writes its chunks.
     """
 
     arrays: dict[str, ArraySpec]
@@ -37,7 +37,7 @@ class Plan:
 
 @dataclass
 class _Reported:
-    """An array as the ranks report it, with its boxes, and the ranks that hold each of them."""
+    """An array as the ranks report it, with its boxes, and the ranks that hold each box."""
 
     kind: Kind
     boxes: list[Box] = field(default_factory=list)
@@ -75,8 +75,9 @@ def describe_shards(shards: Iterable[TensorShard]) -> list[dict[str, Any]]:
 def plan_arrays(reports: list[list[dict[str, Any]]]) -> Plan:
     """Plan a save, and check that the boxes tile each array.
 
-    What several ranks can write, because it has replicas or because a packed array's boxes come
-    from several, is shared out by bytes. All other objects count as loads of their ranks.
+    Objects that several ranks can write, because they have replicas or because the boxes of a
+    packed array come from several ranks, are shared out by bytes. All other objects count as loads
+    of their ranks.
 
     Args:
         reports: The `describe_shards` of each rank.
@@ -141,9 +142,9 @@ def _collected(reports: list[list[dict[str, Any]]]) -> dict[str, _Reported]:
 def _objects(
     found: Mapping[str, _Reported], arrays: Mapping[str, ArraySpec], small: Mapping[str, int]
 ) -> Iterator[tuple[str, int | None, int, list[int]]]:
-    """Yield name, chunk number, bytes and possible writers of what is written.
+    """Yield name, chunk number, bytes and possible writers of each object to write.
 
-    Chunks have numbers in arrays with replicas only; a packed array is one object, and so is any
+    Only chunks in arrays with replicas have numbers; a packed array is one object, and so is any
     other box.
     """
     for name, item in found.items():
@@ -166,7 +167,7 @@ def share_out(objects: Sequence[tuple[int, list[int]]]) -> list[int]:
     """Return the rank that writes each object: the largest first, to its least loaded holder.
 
     Args:
-        objects: Bytes, and the ranks that hold it; those with a single one come first.
+        objects: Bytes of each object, and the ranks that hold it; objects with one rank come first.
     """
     loads: dict[int, int] = {}
     ranks = [0] * len(objects)
@@ -186,12 +187,12 @@ def own_shards(
     writers: Mapping[str, Sequence[int]],
     packs: Sequence[Pack],
 ) -> list[TensorShard]:
-    """Return what a rank writes or sends, as views of its shards.
+    """Return the boxes that a rank writes or sends, as views of its shards.
 
     Args:
         shards: The rank's boxes.
         rank: The rank.
-        chunks: Shape of a chunk of each array that is in no pack.
+        chunks: Shape of a chunk of each array outside the packs.
         writers: See `Plan`.
         packs: See `Plan`.
     """
@@ -224,7 +225,7 @@ def own_shards(
 def _part(
     shard: TensorShard, box: Box, index: tuple[int, ...], step: tuple[int, ...]
 ) -> TensorShard:
-    """Return the part of a box that is in a chunk."""
+    """Return the part of a box inside a chunk."""
     in_box, _ = overlap(box, index, step)
     offsets = (o + part.start for o, part in zip(box.offsets, in_box, strict=False))
     return replace(shard, tensor=shard.tensor[in_box], offsets=tuple(offsets))

@@ -14,24 +14,23 @@ from mt_ckpt.error import CheckpointError
 from mt_ckpt.manifest import MANIFEST, Manifest, read_manifest, step_name, step_of
 from mt_ckpt.objects.disk import key_of, store_of
 
-# What a save has put last before this, and committed not, is not committed any more: a save that
+# Uncommitted objects whose save has put nothing for this time will never be committed: a save that
 # still runs renews its lock before it commits.
 LEFT_SECONDS = 3600.0
 
 
 class StoredStep:
-    """A step that is being saved, on rank 0.
+    """A step during its save, on rank 0.
 
-    Its objects lie in a folder of a random name in the step's own, so that no other save, of this
-    step either, writes to them. The manifest is put as the last, by a conditional put, and names
-    that folder: from then on the step is there, and from one moment to the next if it replaces
-    another one.
+    Its objects lie in a folder with a random name inside the step's folder, so that no other save,
+    even of the same step, writes to them. The manifest is put last, by a conditional put, and names
+    that folder: from then on the step exists, or replaces another one at once.
 
     Args:
         disk: The store.
         root: Folder of the checkpoints.
         step: The step.
-        check: Raises an error if the lock on `root` is lost.
+        check: Function that raises an error if the lock on `root` is lost.
 
     Attributes:
         folder: Name of the folder of the objects.
@@ -53,7 +52,7 @@ class StoredStep:
         check_free: Callable[[], int | None],
         event: Callable[[str], None],
     ) -> int | None:
-        """Put the manifest, and remove the objects of a step that it replaces.
+        """Put the manifest, and remove the objects of a replaced step.
 
         Returns:
             The value of `check_free`.
@@ -87,12 +86,12 @@ class StoredStep:
         return named
 
     def discard(self) -> None:
-        """Remove the objects after a failure, if it is sure that no manifest names them."""
+        """Remove the objects after a failure, unless a manifest may name them."""
         if not self._may_be_there:
             self._disk.remove_tree(self.path)
 
     def _replaced(self, path: Path) -> tuple[Manifest | None, dict[str, str] | None]:
-        """Return the manifest that is replaced, and its version."""
+        """Return the manifest to replace, and its version."""
         with disk_errors("read", path):
             info = self._store.head(key_of(path))
         if info is None:
@@ -119,7 +118,7 @@ class StoredStep:
 
 
 def stray_folders(disk: Disk, root: Path) -> list[Path]:
-    """Return the folders of objects that no manifest names, and no save under way can name."""
+    """Return the folders of objects that no manifest names, and no running save will name."""
     found, store = list[Path](), store_of(disk)
     steps = [root / name for name in disk.names(root) if step_of(root / name) is not None]
     for step in steps:
@@ -137,7 +136,8 @@ def stray_folders(disk: Disk, root: Path) -> list[Path]:
 def _folder_of(disk: Disk, step: Path) -> str | None:
     """Return the folder that a step's manifest names; None without a manifest.
 
-    Nothing in a step whose manifest is damaged, or names no folder, is a leftover for sure.
+    If the manifest of a step is damaged, or names no folder, nothing in the step counts as a
+    leftover.
     """
     try:
         disk.open(step, MANIFEST)[0].close()

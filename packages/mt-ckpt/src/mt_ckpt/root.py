@@ -230,10 +230,10 @@ class Keep:
 
     Attributes:
         newest: Number of newest steps.
-        every: Steps that are multiples of this stay too. None: no others.
+        every: Every step divisible by this number stays too. None: no others.
 
     Raises:
-        ValueError: One of them is not an int of at least 1.
+        ValueError: A field is not an int of at least 1.
     """
 
     newest: int
@@ -246,7 +246,7 @@ class Keep:
 
 
 def retain(disk: Disk, root: Path, keep: Keep, step: int, *, after: int | None) -> None:
-    """Remove the steps up to `step`, which `latest` names, that `keep` doesn't have.
+    """Remove the steps up to `step`, which `latest` names, except the ones to keep.
 
     Steps newer than `step` (from before a run went back) are kept. A step that a reader holds stays
     until a later save.
@@ -254,7 +254,7 @@ def retain(disk: Disk, root: Path, keep: Keep, step: int, *, after: int | None) 
     Args:
         disk: The disk.
         root: Folder of the checkpoints.
-        keep: What stays; all of it is of this run.
+        keep: The steps that stay, all from this run.
         step: The step just saved.
         after: The step from which this run continued; steps in between belong to an abandoned run
             and are removed first.
@@ -275,7 +275,7 @@ def remove_steps(
     Args:
         disk: The disk.
         root: Folder of the checkpoints.
-        steps: Committed steps in their order, which tell how long a step has had a newer one.
+        steps: Committed steps in their order, for the time since a step had a newer one.
         numbers: Numbers of the steps to remove.
     """
     with disk_errors("look at the steps in", root):

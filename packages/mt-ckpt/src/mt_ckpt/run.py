@@ -80,7 +80,7 @@ class SavedTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapters:
-    """Low-rank adapters, where a checkpoint holds them alone and not the weights that they adapt.
+    """Low-rank adapters, for a checkpoint with the adapters alone, without the adapted weights.
 
     Attributes:
         rank: Rank of the adapters.
@@ -88,8 +88,8 @@ class SavedAdapters:
         layers: Globs of the adapted layers; None for the model's usual ones.
         base: Folder with the adapted weights: a step directory, or a folder of Hugging Face.
         sha256: Digest of its weights; `mt_hf.base_digest`.
-        base_format: Format of mt-quant to which the weights of linear layers were rounded, beside
-            which the adapters were trained; None for the weights as they are.
+        base_format: Format of mt-quant to which the weights of linear layers were rounded while the
+            adapters were trained; None for unrounded weights.
     """
 
     rank: int

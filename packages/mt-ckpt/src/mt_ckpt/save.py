@@ -131,9 +131,9 @@ class Save:
     lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False)
 
     def agree(self, ranks: Ranks) -> None:
-        """Plan the save with the other ranks, and let all shards go that this rank doesn't write.
+        """Plan the save with the other ranks, and release all shards that this rank doesn't write.
 
-        Nothing is written; `run` does this itself if it was not done before.
+        Nothing is written; `run` calls this unless it was called before.
         """
         self.own(ranks.phase(self.describe, self.plan), ranks.rank)
 
@@ -171,7 +171,7 @@ class Save:
         return {"step": self.step, "shards": describe_shards(self.shards)}
 
     def plan(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        """Check all boxes, and choose the chunks and who writes them, on rank 0."""
+        """Check all boxes, and choose the chunks and their writers, on rank 0."""
         check_metadata(self.metadata)
         steps = [report["step"] for report in reports]
         if set(steps) != {self.step}:
@@ -189,7 +189,7 @@ class Save:
         }
 
     def own(self, plan: dict[str, Any], rank: int) -> None:
-        """Keep what this rank writes, on every rank."""
+        """Keep the boxes that this rank writes, on every rank."""
         self.grids, self.agreed = plan["grids"], True
         self.packs = packs_from_json(plan["packs"])
         self.shards = own_shards(
@@ -229,7 +229,7 @@ class Save:
         return {"temp": "/".join(temp.parts[len(self.root.parts) :]), "total": total}
 
     def begin(self) -> Path:
-        """Choose the folder of the unfinished step, which a failure removes from here on."""
+        """Choose the folder of the unfinished step; from here on a failure removes the folder."""
         if self.disk.has_folders:
             from mt_ckpt.stored.commit import FolderStep
 

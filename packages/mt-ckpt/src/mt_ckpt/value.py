@@ -1,4 +1,4 @@
-"""The JSON values of a manifest: what it may hold and how much, and the records of its files."""
+"""The JSON values of a manifest: allowed values, limits, and the records of its files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_metadata(metadata: Any) -> None:
 
 
 def too_large(text: bytes) -> str | None:
-    """Return the problem if a manifest is larger than a save writes, and a reader parses."""
+    """Return the problem if a manifest is larger than a save writes and a reader parses."""
     if len(text) > MAX_BYTES:
         return f"has {len(text)} bytes; at most {MAX_BYTES} are read of a manifest"
     values = sum(map(text.count, (b",", b"[", b"{")))
@@ -111,7 +111,7 @@ def array_spec(name: str, record: Any, version: int) -> ArraySpec:
 
 
 def typed(body: dict[str, Any], key: str, kind: type) -> Any:
-    """Return the value of a key, which must be of one JSON type."""
+    """Return the value of a key, after a check of its JSON type."""
     value = body.get(key)
     if type(value) is not kind:
         raise ValueError(f"{key!r} must be a JSON {kind.__name__}, not {value!r:.60}")

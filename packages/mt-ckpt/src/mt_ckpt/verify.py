@@ -68,7 +68,7 @@ def _check_pack(path: Path, manifest: Manifest, name: str) -> None:
     }
     if pack_bytes(arrays, chunks, step=manifest.step)[0] == content:
         return
-    # The zip or a document has another form, which may be as good.
+    # The zip or a document has another form, which may be equivalent.
     entries, problem = read_zip(content, arrays, step=manifest.step)
     if problem:
         raise damage(path, manifest, name, problem)
@@ -92,7 +92,7 @@ def _check_document(
 def _difference(found: object, expected: object, where: str) -> str | None:
     """Return the place where two JSON values differ.
 
-    An empty value is as good as none, since versions of zarr-python differ in which they write.
+    An empty value counts as absent, since versions of zarr-python write either.
     """
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in sorted({*found, *expected}):

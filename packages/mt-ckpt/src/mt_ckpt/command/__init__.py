@@ -1,1 +1,1 @@
-"""What `mt-ckpt` does: one module for each subject."""
+"""The subcommands of `mt-ckpt`, one module for each subject."""

@@ -72,7 +72,7 @@ class _Sums:
 
     Attributes:
         differing: Number of values that differ in their bits.
-        largest: The largest difference; infinity where only one value is finite.
+        largest: The largest difference; infinity if only one of two values is finite.
         squares: Sum of the squares of the differences.
         of_first: Sum of the squares of the first array's values.
     """
@@ -83,7 +83,7 @@ class _Sums:
     of_first: float = 0.0
 
     def add(self, a: Tensor, b: Tensor) -> None:
-        """Compare two blocks of one shape."""
+        """Compare two blocks of the same shape."""
         same = _bits(a) == _bits(b) if a.dtype == b.dtype else a == b
         wide_a, wide_b = a.double(), b.double()
         self.of_first += float(wide_a.nan_to_num().square().sum())
@@ -91,7 +91,7 @@ class _Sums:
             return
         self.differing += int(same.numel() - same.sum())
         apart = (wide_a - wide_b).abs_()
-        # Values that are equal, both NaN, or one infinity twice are not apart.
+        # Equal values, two NaNs, and two equal infinities have no difference.
         apart[same | (wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())] = 0.0
         apart = apart.nan_to_num(nan=math.inf, posinf=math.inf)
         self.largest = max(self.largest, float(apart.max()))
@@ -99,7 +99,7 @@ class _Sums:
 
 
 def _compared(a: ArrayReader, b: ArrayReader, name: str, ours: ArraySpec, other: ArraySpec) -> str:
-    """Return how an array differs; empty if it does not."""
+    """Return a description of the differences of an array; empty if there are none."""
     if ours.shape != other.shape:
         return f"shape {list(ours.shape)} and {list(other.shape)}"
     sums = _Sums()

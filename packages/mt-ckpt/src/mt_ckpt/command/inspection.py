@@ -1,4 +1,4 @@
-"""`mt-ckpt inspect` and `mt-ckpt verify`: what a checkpoint holds, and whether it is sound."""
+"""`mt-ckpt inspect` and `mt-ckpt verify`: the content of a checkpoint, and its integrity."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MANIFEST_BYTES = 1 << 29
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Print what a checkpoint holds, from its manifest alone.
+    """Print the content of a checkpoint, from its manifest alone.
 
     Attributes:
         path: A run folder, a folder of checkpoints, or a step directory.
@@ -105,7 +105,7 @@ def _verify(path: Path) -> int:
 
 
 def _writers(checkpoint: Path) -> dict[str, str]:
-    """Return the versions of the programs that wrote a checkpoint, whose seal was checked."""
+    """Return the versions of the programs that wrote a checkpoint, after a check of its seal."""
     content = disk_of(checkpoint).read(checkpoint, MANIFEST, limit=_MANIFEST_BYTES)
     body = parse_json(content, name=checkpoint / MANIFEST)
     versions = body.get("versions")

@@ -29,15 +29,15 @@ from mt_ckpt.shard import TensorShard
 class Merge:
     """Average checkpoints of one model, of one run or of several.
 
-    Sums are in float32, and in float64 for float64 arrays. Arrays without a fraction, such as
-    counters, must be equal. Only weights are averaged where there are weights (the group model), as
-    an average of optimizer moments means little; the result starts a run or answers requests.
+    Sums are in float32, and in float64 for float64 arrays. Integer arrays, such as counters, must
+    be equal. If there are weights (the group model), only they are averaged, since an average of
+    optimizer moments means little; the result starts a run or answers requests.
 
     Attributes:
         out: A new folder, of the kind of the first source: a run folder or a folder of checkpoints.
         sources: Run folders, folders of checkpoints (meaning the latest), or step directories.
         weights: Weight of each source, divided by their sum; by default all the same.
-        prefix: Group to average; by default model, or everything where there is no such group.
+        prefix: Group to average; by default model, or everything if there is no such group.
         step: Step of the result; by default the highest of the sources.
     """
 
@@ -162,7 +162,7 @@ class Average:
 
 
 def _metadata(sources: Sequence[ArrayReader], weights: Sequence[float]) -> dict[str, Any]:
-    """Return what describes the model, and the sources; no state of a run."""
+    """Return the description of the model, and the sources, without the state of a run."""
     names = [field.name for field in dataclasses.fields(SavedModel)]
     first = sources[0].manifest.metadata
     for other in sources[1:]:

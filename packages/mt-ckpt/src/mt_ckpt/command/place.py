@@ -13,7 +13,7 @@ from mt_ckpt.run import RunFolder
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Return the folder of checkpoints of a run; any other path is returned as it is."""
+    """Return the folder of checkpoints of a run; any other path is returned unchanged."""
     path = as_path(path)
     run = RunFolder(path)
     return run.checkpoints if disk_of(path).is_folder(run.checkpoints) else path

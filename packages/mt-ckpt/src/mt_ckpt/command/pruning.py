@@ -1,4 +1,4 @@
-"""`mt-ckpt prune`: remove steps that are not needed any more."""
+"""`mt-ckpt prune`: remove old steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MAY_BE_READ = "may be read until a newer step is ten minutes old"
 class Prune:
     """Remove old steps from a folder of checkpoints.
 
-    The step that `latest` names is always kept, and so is a step that somebody reads. A folder in
+    The step that `latest` names is always kept, and so is a step with a reader. A folder in
     which a run trains or saves is refused: its own `checkpoint.keep` does the same.
 
     Attributes:
         path: A run folder, or a folder of checkpoints.
         keep: Number of newest steps to keep.
-        every: Also keep the steps that are multiples of this.
+        every: Also keep every step divisible by this number.
         steps: Also keep these steps.
         yes: Remove without a question.
         dry_run: Only print what would be removed.
@@ -95,7 +95,7 @@ def _owned(root: Path) -> Iterator[None]:
     """Keep runs and saves out of the folder during the block.
 
     Raises:
-        CheckpointError: One is active; the message names its process.
+        CheckpointError: A run or a save is active; the message names its process.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -30,8 +30,8 @@ from mt_ckpt.load import ArrayReader
 
 METADATA = ".metadata"
 _MAX_METADATA = 1 << 29
-_LEAST_METADATA = 1 << 20  # is read in any case; more only of what describes more
-_MAX_PICKLE = 1 << 20  # of a tensor's description, or of plain values
+_LEAST_METADATA = 1 << 20  # always readable; larger metadata must describe more tensors
+_MAX_PICKLE = 1 << 20  # bytes of a tensor's description, or of plain values
 _MAX_KEPT = 1 << 8  # pickles of tensors
 _LOCAL_HEADER = 30
 _MODULE = "torch.distributed.checkpoint."
@@ -225,11 +225,11 @@ def _stored_view(
     Args:
         window: The archive.
         name: Its name in messages.
-        pickles: What pickles hold, by their bytes: those of tensors with equal dtype, shape and
-            strides are equal, and there may be very many.
+        pickles: Parsed pickles by their bytes. Tensors with equal dtype, shape and strides have
+            equal pickles, and there may be very many tensors.
 
     Returns:
-        The tensor, where its storage starts in the file, and the storage's checksum.
+        The tensor, the start of its storage in the file, and the storage's checksum.
     """
     with zipfile.ZipFile(window) as archive:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -269,10 +269,10 @@ def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str) -> byt
 
 
 def read_archive(path: Path) -> Any:
-    """Return what `torch.save` wrote, with tensors as `StoredView`s; see `read_pickle`.
+    """Return the object that `torch.save` wrote, with tensors as `StoredView`s; see `read_pickle`.
 
     Raises:
-        CheckpointError: It names something else than tensors and plain objects, or is damaged.
+        CheckpointError: The file names more than tensors and plain objects, or is damaged.
         FileError: The file can't be read.
     """
     with open_file(path, within=path.parent) as stream:

@@ -1,4 +1,4 @@
-"""Tensors of other formats: described first, read when they are asked for."""
+"""Tensors of other formats, which are described first and read on demand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MappedFiles:
 
         Raises:
             CheckpointError: The file is shorter.
-            FileError: It can't be read.
+            FileError: The file can't be read.
         """
         if not count:
             return torch.empty(0, dtype=dtype)
@@ -66,7 +66,7 @@ class MappedFiles:
 
         Raises:
             CheckpointError: The file is shorter.
-            FileError: It can't be read.
+            FileError: The file can't be read.
         """
         return self._pages(name, start, size)[start : start + size]
 
@@ -119,8 +119,8 @@ class StoredBox:
         file: Name of the file.
         start: Offset of its elements in the file, in bytes.
         strides: Distance of neighbours in each dim, in elements; None for row-major order.
-        checksum: Start and size of the bytes that hold them, and the crc32 of these; None if there
-            is none.
+        checksum: Start and size of the bytes with the elements, and their crc32; None without a
+            checksum.
     """
 
     offsets: tuple[int, ...]
@@ -131,7 +131,7 @@ class StoredBox:
     checksum: tuple[int, int, int] | None = None
 
     def read(self, files: MappedFiles, dtype: torch.dtype) -> Tensor:
-        """Return the box, whose checksum is right."""
+        """Return the box, after a check of its checksum."""
         if self.checksum is not None:
             files.check(self.file, *self.checksum)
         if self.strides is None or not math.prod(self.shape):
@@ -149,7 +149,7 @@ class ForeignTensor:
     Attributes:
         dtype: Dtype of its elements.
         shape: Shape of the whole tensor.
-        pieces: The boxes that it consists of.
+        pieces: The boxes of the tensor.
     """
 
     dtype: torch.dtype
@@ -163,7 +163,7 @@ class ForeignTensor:
 
     @property
     def in_place(self) -> bool:
-        """Whether the pages of a file are the tensor."""
+        """Whether the tensor can be used directly as pages of a file."""
         return len(self.pieces) == 1 and self.pieces[0].start % self.dtype.itemsize == 0
 
     def check(self, name: str) -> None:
@@ -187,11 +187,11 @@ class ForeignTensor:
             )
 
     def read(self, files: MappedFiles, *, into: Tensor | None = None) -> Tensor:
-        """Return the whole tensor, as pages of its file where it is in one piece.
+        """Return the whole tensor, as pages of its file if it is in one piece.
 
         Args:
             files: The files of the checkpoint.
-            into: Tensor to fill and return, where there are several pieces or a copy is needed.
+            into: Tensor to fill and return, if there are several pieces or a copy is needed.
         """
         if self.in_place:
             return self.pieces[0].read(files, self.dtype)
@@ -205,14 +205,14 @@ class ForeignTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignCheckpoint:
-    """A checkpoint of another format, whose tensors are read when they are asked for.
+    """A checkpoint of another format, with tensors that are read on demand.
 
     Attributes:
         files: Its files.
         tensors: Its tensors by name.
-        skipped: Names of entries that are no tensors.
-        step: Its training step, if it is known.
-        description: What else is known of it, as plain values.
+        skipped: Names of entries other than tensors.
+        step: Its training step, if known.
+        description: Other facts about the checkpoint, as plain values.
     """
 
     files: MappedFiles
@@ -233,8 +233,8 @@ class ForeignCheckpoint:
     def reading(self, folder: Path) -> Iterator[Callable[[str], Tensor]]:
         """Yield a function that returns a whole tensor by its name, for the block.
 
-        Tensors are pages of files: of the checkpoint, or of temporary ones below `folder` for those
-        in several pieces.
+        Tensors are pages of files: of the checkpoint's files, or for a tensor in several pieces of
+        temporary files below `folder`.
         """
         with Pages.within(folder) as pages:
 

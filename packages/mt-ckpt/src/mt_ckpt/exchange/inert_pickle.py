@@ -1,7 +1,7 @@
 """Pickles that describe tensors, read without importing or running anything that they name.
 
-A pickle is a program: it names classes and functions, and calls them. This reader gives it own
-stand-ins, which only keep what they are given, and refuses every name that is not needed to rebuild
+A pickle is a program: it names classes and functions, and calls them. This reader gives it
+stand-ins that only keep their arguments, and refuses every name that is not needed to rebuild
 tensors.
 """
 
@@ -20,7 +20,7 @@ from mt_files import shorten
 
 from mt_ckpt.error import CheckpointError
 
-_MAX_NAMES = 1 << 10  # of classes and functions; each becomes a class here
+_MAX_NAMES = 1 << 10  # classes and functions; each becomes a class here
 # Objects of these modules and classes become a `Record`, whatever they are.
 _INERT = re.compile(
     r"(torch\.distributed\.(checkpoint|_shard)\.|megatron\.).*"
@@ -45,12 +45,12 @@ _MALFORMED = (
 
 
 class Record:
-    """An object of a pickle, of which nothing was run.
+    """An object of a pickle, without any of its code.
 
     Attributes:
         kind: Name of its class.
         args: Arguments of its constructor.
-        state: Its fields by name, or what it has instead.
+        state: Its fields by name, or its state in another form.
     """
 
     kind = ""
@@ -71,7 +71,7 @@ class Record:
         """Return a field.
 
         Raises:
-            TypeError: It is missing, or of another type.
+            TypeError: The field is missing, or has another type.
         """
         value = self.state.get(name) if isinstance(self.state, dict) else None
         if not isinstance(value, kind):
@@ -118,7 +118,7 @@ class _Call:
 
 
 _KEYS = (str, bytes, int, float, type(None), torch.dtype, Record)
-_KEY_PLACES = {  # of operations on mappings and sets: where the keys are on the stack
+_KEY_PLACES = {  # places of the keys on the stack, for operations on mappings and sets
     pickle.SETITEM: slice(-2, -1),
     pickle.SETITEMS: slice(None, None, 2),
     pickle.DICT: slice(None, None, 2),
@@ -128,7 +128,7 @@ _KEY_PLACES = {  # of operations on mappings and sets: where the keys are on the
 
 
 def _with_keys(load: Callable[[Any], None], place: slice) -> Callable[[Any], None]:
-    """Return an operation of an unpickler that looks at its keys before."""
+    """Return an operation of an unpickler with a check of its keys before it."""
 
     def checked(reader: Any) -> None:
         for key in reader.stack[place]:
@@ -143,8 +143,9 @@ def _with_keys(load: Callable[[Any], None], place: slice) -> Callable[[Any], Non
 class _Reader(pickle._Unpickler):
     """An unpickler without imports.
 
-    It is the one in Python: the one in C allocates what a forged memo index asks for. A key is one
-    value or a tuple of values, as the hash of tuples in tuples can take forever.
+    It extends the unpickler in Python, since the one in C allocates as much as a forged memo index
+    asks for. A key is one value or a tuple of values, since the hash of nested tuples can take
+    forever.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
@@ -156,7 +157,7 @@ class _Reader(pickle._Unpickler):
         self._kinds: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a stand-in for what a pickle names."""
+        """Return a stand-in for a class or function that a pickle names."""
         full = f"{module}.{name}"
         if full not in self._kinds:
             if len(self._kinds) == _MAX_NAMES:
@@ -173,7 +174,7 @@ class _Reader(pickle._Unpickler):
 
 
 def read_pickle(content: bytes, *, name: str) -> Any:
-    """Return what a pickle describes: plain values, `Record`s, and `StoredView`s for tensors.
+    """Return the content of a pickle: plain values, `Record`s, and `StoredView`s for tensors.
 
     Args:
         content: The pickle.

@@ -22,7 +22,7 @@ _BACKEND = "torch_dist"
 _MAX_CONFIG = 1 << 20
 _MAX_DEPTH = 32
 _MAX_PLAIN = 1 << 20  # characters of all values
-_VALUE = 16  # what a value counts, beside its own characters
+_VALUE = 16  # characters that a value counts, besides its own
 
 
 def open_megatron(folder: Path) -> ForeignCheckpoint:
@@ -36,7 +36,7 @@ def open_megatron(folder: Path) -> ForeignCheckpoint:
         were saved.
 
     Raises:
-        CheckpointError: It has another format, or is damaged.
+        CheckpointError: The checkpoint has another format, or is damaged.
         FileError: A file can't be read.
     """
     path = folder / CONFIG
@@ -75,10 +75,10 @@ def open_megatron(folder: Path) -> ForeignCheckpoint:
 
 
 def plain(value: Any) -> Any:
-    """Return a value that JSON can hold; what it can't is described in text.
+    """Return a value that JSON can hold, with texts that describe other values in it.
 
     Raises:
-        ValueError: It is too large. A pickle of few bytes may hold very many values, by references.
+        ValueError: The value is too large. A small pickle may hold very many values, by references.
     """
     return _Plain().of(value, 0)
 

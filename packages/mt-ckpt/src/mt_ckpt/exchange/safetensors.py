@@ -85,7 +85,7 @@ def open_foreign(path: Path) -> ForeignCheckpoint:
     """Return the tensors of a folder of safetensors, or of one file.
 
     Raises:
-        CheckpointError: There are none.
+        CheckpointError: There are no safetensors files.
         SafetensorsError: A file is damaged, or contradicts the index.
     """
     if path.is_dir():

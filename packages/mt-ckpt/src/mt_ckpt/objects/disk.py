@@ -14,9 +14,9 @@ BLOCK_BYTES = 8 << 20
 
 
 class StoreDisk(Disk):
-    """The objects of a bucket as files; a folder is what has objects below it.
+    """The objects of a bucket as files; a path with objects below it counts as a folder.
 
-    An object is complete or not there, and is durable once it is put: nothing is synced. Nothing is
+    An object is complete or absent, and is durable after the put: nothing is synced. Nothing is
     renamed either; see `StoredStep`.
 
     Args:
@@ -51,7 +51,7 @@ class StoreDisk(Disk):
         return info.modified
 
     def open(self, folder: Path, name: str, *, parts: bool = False) -> tuple[BinaryIO, int]:
-        """Open an object as a file; the store is asked for the ranges that are read."""
+        """Open an object as a file; each read asks the store for a range."""
         key = key_of(folder / name)
         if not parts:
             first, info = self.store.start(key, BLOCK_BYTES)
@@ -88,7 +88,7 @@ class StoreDisk(Disk):
         self.store.put(key_of(path), content)
 
     def fsync(self, path: Path) -> None:
-        """Do nothing: what is put is durable."""
+        """Do nothing: objects are durable after the put."""
 
     def rename(self, path: Path, new: Path) -> None:
         """Refuse: a store does not rename many objects at once."""
@@ -113,7 +113,7 @@ def open_disk(url: str) -> StoreDisk:
 
 
 def store_of(disk: Disk) -> ObjectStore:
-    """Return the store of a disk that has one."""
+    """Return the store of a `StoreDisk`."""
     assert isinstance(disk, StoreDisk), "the others have folders"  # noqa: S101 - our invariant
     return disk.store
 

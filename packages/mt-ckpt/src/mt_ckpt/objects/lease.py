@@ -17,7 +17,7 @@ from mt_ckpt.disk import Disk, disk_errors
 from mt_ckpt.error import CheckpointError
 from mt_ckpt.objects.disk import key_of, store_of
 
-# A holder renews its lease; who finds one that was not renewed for so long takes it over.
+# A holder renews its lease; another process takes over a lease that was not renewed for this time.
 LEASE_SECONDS = 60.0
 _RENEWALS = 4
 _LONGEST_BYTES = 4096
@@ -27,15 +27,15 @@ _POLL_SECONDS = 0.5
 class Lease:
     """A lock that names its holder and ends some time after the holder does.
 
-    It is an object that is created, renewed and given back by conditional puts, each with a random
-    id of its own. A thread renews it. It is taken over when its time is over, by the clocks of the
-    machines, or at once if its holder was a process of this machine that is gone. Whoever lost it
-    learns of that by `check`, which has to come before anything that others may see.
+    It is an object that conditional puts, each with a new random id, create, renew and give back.
+    A thread renews it. Another process takes it over after its time has passed, by the clocks of
+    the machines, or at once if the holder was a process of this machine and has ended. A former
+    holder learns of the loss by `check`, which must precede any change that others may see.
 
     Args:
         disk: The store.
         path: Path of the object.
-        purpose: What the holder does, for the error message of others.
+        purpose: Task of the holder, for the error messages of others.
     """
 
     def __init__(self, disk: Disk, path: Path, *, purpose: str) -> None:
@@ -50,8 +50,8 @@ class Lease:
     def take(self) -> None:
         """Take the lease.
 
-        Whether a holder on another machine still lives shows when it renews its lease: then this
-        fails, and otherwise the lease is over some time later.
+        If a holder on another machine is still alive, it renews its lease, and this fails;
+        otherwise the lease ends some time later.
 
         Raises:
             CheckpointError: Another process holds it; the message names the process.
@@ -112,7 +112,7 @@ class Lease:
         return self._holder()[0] or {}
 
     def _holder(self) -> tuple[dict[str, Any] | None, dict[str, str] | None]:
-        """Return who holds the lease, and the version of the object; None without the object."""
+        """Return the holder of the lease and the version of its object; None without the object."""
         try:
             content, info = self._store.get(self._key)
         except MissingFileError:
@@ -165,7 +165,7 @@ def _lives(pid: int) -> bool:
 
 
 def _machine() -> str | None:
-    """Return what the processes that see each other's ids have in common: boot and namespace."""
+    """Return the id of the boot and namespace, common to processes that see each other's ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -16,7 +16,7 @@ _READERS_SECONDS = 20.0
 
 
 class FolderStep:
-    """A step that is being saved, on rank 0; `StoredStep` is its counterpart in an object store.
+    """A step during its save, on rank 0; `StoredStep` is its counterpart in an object store.
 
     Args:
         disk: The disk.
@@ -24,7 +24,7 @@ class FolderStep:
         step: The step.
 
     Attributes:
-        folder: Empty, as the files lie in the step directory itself.
+        folder: Empty, since the files lie in the step directory itself.
         path: The temporary directory, which becomes the step directory.
     """
 

@@ -22,7 +22,7 @@ from mt_ckpt.value import FileRecord
 _WRONG_SLICE = "its content has changed: the crc32c of a slice differs from the manifest's"
 _WRONG_CRC = "its crc32c is not that of its values, so other programs would refuse it"
 _WRONG_INDEX = "its index gives other places than its slices have"
-_REQUESTS = 16  # at a time to an object store, for small objects
+_REQUESTS = 16  # number of concurrent requests to an object store, for small objects
 _ADVICE = "Load another step, or restore the files from a copy."
 
 
@@ -106,8 +106,8 @@ def read_file(path: Path, manifest: Manifest, name: str) -> bytes:
     """Return the verified content of a document or a pack, whose size the manifest bounds.
 
     Raises:
-        DamageError: It is not what the manifest says. Of a pack, the error names the first array
-            whose chunk is damaged.
+        DamageError: The file differs from its record in the manifest. For a pack, the error names
+            the first array with a damaged chunk.
     """
     with _opened(path, manifest, name) as stream:
         content = stream.read(manifest.files[name].size)
@@ -120,7 +120,7 @@ def read_file(path: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def _damaged_arrays(content: bytes, arrays: Mapping[str, ArraySpec]) -> Iterator[str]:
-    """Yield the arrays of a pack whose crc32c is not that of their values."""
+    """Yield the arrays of a pack with a wrong crc32c of their values."""
     data = np.frombuffer(content, np.uint8)
     for name, spec in arrays.items():
         if not _has_crc(data[spec.offset : spec.offset + spec.chunk_bytes]):
@@ -128,7 +128,7 @@ def _damaged_arrays(content: bytes, arrays: Mapping[str, ArraySpec]) -> Iterator
 
 
 def _has_crc(stored: np.ndarray) -> bool:
-    """Return whether bytes end with the crc32c of those before."""
+    """Return whether bytes end with the crc32c of the bytes before it."""
     return crc32c(stored[:-CRC_BYTES]).tobytes() == stored[-CRC_BYTES:].tobytes()
 
 
@@ -145,10 +145,10 @@ def check_pack(path: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def check_chunk(path: Path, manifest: Manifest, name: str, spec: ArraySpec) -> None:
-    """Check all that a chunk's file holds: its digest, every crc32c, and the index of its slices.
+    """Check a chunk's whole file: its digest, every crc32c, and the index of its slices.
 
     Raises:
-        DamageError: The chunk is not what the manifest says.
+        DamageError: The chunk differs from its record in the manifest.
     """
     content = np.frombuffer(read_file(path, manifest, name), np.uint8)
     size = content.size if spec.slices is None else spec.slice_bytes
@@ -165,22 +165,22 @@ def check_chunk(path: Path, manifest: Manifest, name: str, spec: ArraySpec) -> N
 
 
 def _is_recorded(piece: np.ndarray, record: FileRecord, number: int) -> bool:
-    """Return whether a slice ends with the crc32c that the manifest has of it."""
+    """Return whether a slice ends with its crc32c in the manifest."""
     return piece[-CRC_BYTES:].tobytes().hex() == record.sums[8 * number : 8 * number + 8]
 
 
 def _is_index(end: np.ndarray, spec: ArraySpec) -> bool:
-    """Return whether the bytes behind the slices of a chunk say where these are."""
+    """Return whether the bytes after the slices of a chunk are the index of the slices."""
     return end[:-CRC_BYTES].tobytes() == spec.slice_index() and _has_crc(end)
 
 
 def read_chunk(path: Path, manifest: Manifest, name: str, into: np.ndarray) -> None:
     """Read the values of a chunk, and check its digest and crc32c.
 
-    The values are there before the check, so that they pass through memory once.
+    The values are in place before the check, so that they pass through memory once.
 
     Raises:
-        DamageError: The chunk is not what the manifest says.
+        DamageError: The chunk differs from its record in the manifest.
 
     Shape:
         into: (bytes of the chunk's values,) uint8, contiguous.
@@ -215,12 +215,14 @@ def read_slices(
         manifest: Its manifest.
         name: Path of the chunk.
         spec: Its array.
-        take: Called with the number of each slice and its values, which the next one overwrites.
-        numbers: The slices to read, whose crc32c are checked and compared with the manifest's; by
-            default all, with digest and index.
+        take: Function to call with the number and the values of each slice; the next slice
+            overwrites the values.
+        numbers: Numbers of the slices to read, with a check of their crc32c against the manifest;
+            by default all slices, with a check of digest and index too.
 
     Raises:
-        DamageError: The chunk is not what the manifest says. Values were taken before.
+        DamageError: The chunk differs from its record in the manifest. `take` has been called with
+            some values.
     """
     record = manifest.files[name]
     sums, wrong = Sums(record.digest.partition(":")[0]), ""
@@ -250,7 +252,7 @@ def read_slices(
 
 
 def _fill(stream: BinaryIO, block: np.ndarray) -> None:
-    """Read into a block; the digest finds what a file that got shorter does not fill."""
+    """Read into a block; if the file is too short, the digest reveals the unfilled rest."""
     done = 0
     while done < block.size and (size := stream.readinto(block[done:].data)):  # pyright: ignore[reportAttributeAccessIssue]
         done += size
@@ -258,7 +260,7 @@ def _fill(stream: BinaryIO, block: np.ndarray) -> None:
 
 
 def open_checkpoint(path: Path) -> Manifest:
-    """Read the manifest of a step directory, and check all but the contents of its arrays."""
+    """Read the manifest of a step directory, and check everything except the arrays' contents."""
     manifest = read_manifest(path)
     problems = inventory(path, manifest)
     if problems:

@@ -47,7 +47,8 @@ class Filler:
         """Fill the tensors of boxes, in place.
 
         Raises:
-            DamageError: A file is not what the manifest says; tensors may be partly filled.
+            DamageError: A file differs from its record in the manifest; tensors may be partly
+                filled.
         """
         jobs = self._jobs(shards)
         # Many are made before the first runs: values that pass through the caches take our code
@@ -57,7 +58,7 @@ class Filler:
                 pass
 
     def _jobs(self, shards: Iterable[TensorShard]) -> Iterator[Callable[[], None]]:
-        """Yield what fills a box from a chunk in it, or all boxes of one pack."""
+        """Yield functions that fill a box from a chunk, or all boxes of one pack."""
         packed: dict[str, list[TensorShard]] = {}
         for shard in shards:
             spec = self._manifest.arrays[shard.name]
@@ -141,8 +142,8 @@ def _copy(
     Args:
         values: The values.
         shard: The box.
-        index: Index of the chunk or slice among those of the array.
-        shape: Its shape.
+        index: Index of the chunk or slice in the array.
+        shape: Shape of the chunk or slice.
         spec: The array.
     """
     in_box, in_chunk = overlap(_box(shard), index, shape)
@@ -151,7 +152,7 @@ def _copy(
 
 
 def _plain(part: torch.Tensor, spec: ArraySpec) -> np.ndarray | None:
-    """Return the bytes of a part of a tensor, if a chunk has just these; None otherwise."""
+    """Return the bytes of a part of a tensor, if a chunk has the same bytes; None otherwise."""
     fits = tuple(part.shape) == spec.chunks and dtype_name(part.dtype) == spec.dtype
     is_ours = part.device.type == "cpu" and part.is_contiguous() and not part.is_neg()
     is_same = not (spec.wide and spec.dtype == "bfloat16") and sys.byteorder == "little"

@@ -20,7 +20,7 @@ Kind = tuple[tuple[int, ...], str]
 
 
 def packs_to_json(packs: Sequence[Pack], arrays: Mapping[str, ArraySpec]) -> list[dict[str, Any]]:
-    """Return packs as JSON, with shape and dtype of their arrays: all that any rank needs."""
+    """Return packs as JSON, with shape and dtype of their arrays, for all ranks."""
     return [
         {
             "file": pack.file,
@@ -63,7 +63,7 @@ class Gathering:
     Args:
         packs: All packs of the save.
         arrays: Shape and dtype of their arrays.
-        shards: This rank's boxes; it gives the boxes that the plan names.
+        shards: This rank's boxes; the plan decides the ones that it sends.
         rank: This rank.
     """
 
@@ -85,7 +85,7 @@ class Gathering:
 
     @property
     def moves(self) -> bool:
-        """Whether a box goes from one rank to another, anywhere."""
+        """Whether any box goes from one rank to another."""
         return any(pack.rank != box.rank for pack, _, box in self._boxes())
 
     def exchange(self, ranks: Ranks) -> None:

@@ -24,7 +24,7 @@ SMALL_BYTES = 2**18
 PACK_BYTES = 2**25
 MIN_ARRAYS = 256
 PACK_NODES = 20_000  # arrays and groups; a zip has room for 65,535 entries
-_COMMON = struct.Struct("<HHHHHIIIHH")  # what an entry's two headers share
+_COMMON = struct.Struct("<HHHHHIIIHH")  # common fields of an entry's two headers
 _PLACE = struct.Struct("<HHHII")  # comment, disk, and attributes of an entry, and its offset
 _END = struct.Struct("<4sHHHHIIH")
 _LOCAL_BYTES = 4 + _COMMON.size
@@ -32,7 +32,7 @@ _LOCAL_BYTES = 4 + _COMMON.size
 
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """A pack, the rank that writes it, and the boxes of which its arrays are made.
+    """A pack, the rank that writes it, and the boxes of its arrays.
 
     Attributes:
         file: Path of the pack.
@@ -46,7 +46,7 @@ class Pack:
 
 
 def small_arrays(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the arrays that go into packs; none if there are few, which then are files.
+    """Return the arrays for packs; none if there are only few, which become files.
 
     Args:
         sizes: Size in bytes of every array of the save, by name.
@@ -65,8 +65,8 @@ def plan_packs(
 
     Args:
         small: Size in bytes of each array, by name.
-        ranks: The rank that writes each.
-        boxes: The boxes of each, and the ranks that give them.
+        ranks: The rank that writes each array.
+        boxes: The boxes of each array, with the ranks that give them.
     """
     by_rank: dict[tuple[int, str], list[str]] = {}
     for name in small:
@@ -135,7 +135,7 @@ def read_zip(
 
     Args:
         content: The content of the pack.
-        arrays: The arrays that the manifest has in it.
+        arrays: The arrays of the pack according to the manifest.
         step: Training step.
     """
     chunks = {_chunk_of(name, spec): spec for name, spec in arrays.items()}

@@ -65,8 +65,8 @@ class Pages(KeptTensors):
 
     Attributes:
         block_size: Number of tokens of a block.
-        states: Names of the tensors of each layer that have a row for each request, by index;
-            others have a row for each block.
+        states: Names of the tensors of each layer with a row for each request, by layer index;
+            other tensors have a row for each block.
     """
 
     block_size: int

@@ -128,10 +128,10 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
 def _one_query(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> Tensor:
-    """Attend with one query of each row, as torch's kernel for a CPU likes it.
+    """Attend with one query of each row, in the form that torch's CPU kernel computes fastest.
 
-    That kernel reads half precision several times as slowly as fp32 for so few queries, and heads
-    that share keys are quicker as queries of one head.
+    For one query that kernel reads half precision several times as slowly as fp32, and heads that
+    share keys are quicker as queries of one head.
 
     Shape:
         query: [B, 1, N, D]; key: [B, T, G, D]; value: [B, T, G, V]; mask broadcasts to

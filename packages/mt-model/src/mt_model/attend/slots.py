@@ -140,9 +140,9 @@ class Peers:
 
     Attributes:
         group: The ranks, in the order of their tokens.
-        counts: Number of tokens of each.
-        places: `Slots.places` of the whole row; the slots of a rank are those of its tokens, as if
-            all before them were in the pages.
+        counts: Number of tokens of each rank.
+        places: `Slots.places` of the whole row; the slots of a rank belong to its tokens, as if all
+            earlier tokens were in the pages.
     """
 
     group: dist.ProcessGroup

@@ -173,7 +173,7 @@ class LatentAttention(nn.Module):
         return self._product(lambda x: torch.einsum("bsnr,nvr->bsnv", x, to_value), mixed)
 
     def _product(self, product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Apply a product to tokens, whose number changes no bits where that is asked for."""
+        """Apply a product to tokens; if the kernels are invariant, their number changes no bits."""
         return by_rows(product, x) if self.kernels.is_invariant else product(x)
 
     def _by_head(self) -> Tensor:

@@ -25,7 +25,7 @@ class ReadsByLinears(Protocol):
 
 @runtime_checkable
 class SharesInputs(Protocol):
-    """A mixer or feed-forward with inputs inside that are proportional to a weight."""
+    """A mixer or feed-forward with inner inputs proportional to a weight."""
 
     def shared_inputs(self) -> Iterator[SharedInput]:
         """Yield the inputs inside of the module."""

@@ -32,8 +32,8 @@ class GraphedDecoding:
         then: Function of the stage's output and the place of the next token that makes the result,
             in the same graph.
         state: Tensors that `then` reads, by name.
-        on_eager: Function that is called once with the reason why passes can't be captured; None
-            raises it.
+        on_eager: Function to call once with the reason why passes can't be captured; None raises an
+            error with the reason.
 
     Raises:
         ValueError: The cache holds no token, or is full in a pass.

@@ -59,7 +59,7 @@ def onednn_products(*, when: bool = True) -> AbstractContextManager[None]:
 
 
 class OneDnnGemm(TorchGemm):
-    """torch's products, those of many fp32 rows by oneDNN; see `Gemm` for shapes."""
+    """torch's products, with oneDNN for many fp32 rows; see `Gemm` for shapes."""
 
     @property
     def is_torch(self) -> bool:

@@ -1,4 +1,4 @@
-"""bf16 products of many rows in fp32, for processors that have none of their own."""
+"""bf16 products of many rows in fp32, for processors without bf16 instructions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_ROWS = 16
 
 
 class WideGemm(CpuGemm):
-    """torch's products, those of many bf16 rows as fp32 products of copies; see `Gemm` for shapes.
+    """torch's products, with fp32 copies for many bf16 rows; see `Gemm` for shapes.
 
     Without bf16 instructions torch multiplies row by row, so 64 rows take 64 times as long as one.
     Both ways sum in fp32 and round once. The copy of a weight lasts for one product.

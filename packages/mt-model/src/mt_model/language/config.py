@@ -330,7 +330,7 @@ class ModelConfig(StackConfig):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with those of the image encoder from its own `to_dict`."""
+        """Return plain JSON values; the image encoder's values come from its own `to_dict`."""
         plain = super().to_dict()
         if self.images is not None:
             plain["images"] = {**plain["images"], "tower": self.images.tower.to_dict()}

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 class GPT(GeneratingStack):
     """One pipeline stage of a language model; with `layers=None` the whole model.
 
-    Its parameters beside those of `Stack` are `embedding.*` (`TokenEmbedding`) and
-    `images.*` (`ImageInput`) on the stage that starts at layer 0, and `head.*` (`LanguageHead`) and
-    `pooled_head.*` (`PooledHead`) and `mtp.K.*` (`MTPModule`) on the one that ends at the last
-    layer. A tied head, or modules of `mtp`, on another stage than the embedding have a second
-    `embedding.weight` (`is_copy`); both then have partial gradients over "embedding".
+    Besides the parameters of `Stack`, the stage that starts at layer 0 has `embedding.*`
+    (`TokenEmbedding`) and `images.*` (`ImageInput`), and the stage that ends at the last layer has
+    `head.*` (`LanguageHead`), `pooled_head.*` (`PooledHead`) and `mtp.K.*` (`MTPModule`). A tied
+    head, or modules of `mtp`, on another stage than the embedding have a second `embedding.weight`
+    (`is_copy`); both then have partial gradients over "embedding".
 
     It takes the arguments of `Stack`: `GPT(config)`, or `GPT(config, state, layers=range(4))`.
 

@@ -85,7 +85,7 @@ class LanguageHead(nn.Module):
         Returns:
             Scores of the whole vocabulary, gathered over the tensor-parallel group; with labels
             the losses: `lm`, the sum; `tokens`, the number of labels; and for a model with a
-            `z_loss` the sum `z`, whose gradient comes with that of `lm`, made in one sweep.
+            `z_loss` the sum `z`, whose gradient is computed together with the gradient of `lm`.
 
         Shape:
             x: [B, S, hidden] (S / tp tokens under sequence parallelism); labels, weights: [B, S];

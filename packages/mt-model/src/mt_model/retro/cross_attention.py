@@ -120,12 +120,12 @@ class NeighbourCrossAttention(CrossAttention):
 def chunk_masks(
     lengths: Tensor, documents: Tensor | None, *, chunk: int, size: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return which neighbours' tokens each token sees, and which tokens are of a chunk's document.
+    """Return which neighbours' tokens each token sees, and which tokens share a chunk's document.
 
     Args:
-        lengths: Number of tokens of each neighbour of the chunks; 0 where there is none.
+        lengths: Number of tokens of each neighbour of the chunks; 0 for a missing one.
         documents: Ids of packed documents of the tokens of the chunks, and of the `chunk - 1`
-            tokens behind them; None for one. A chunk is of its last token's document.
+            tokens after them; None for one document. A chunk belongs to its last token's document.
         chunk: Number of tokens of a chunk (m).
         size: Number of tokens of a neighbour, with padding (r).
 

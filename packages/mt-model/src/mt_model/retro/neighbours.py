@@ -41,9 +41,9 @@ LENGTHS, BEGUN = "neighbour_lengths", "begun_chunk"
 class TextStream(NamedTuple):
     """The stream of a text beside its neighbours, embedded or encoded, and their masks.
 
-    `memory` is what the tokens attend to: the encoded neighbours, with those of the chunk before
-    each part of a row where ranks share sequences. A stage that neither encodes nor attends has
-    neighbours as they came, and no masks.
+    The tokens attend to `memory`: the encoded neighbours and, if ranks share sequences, the
+    neighbours of the chunk before each part of a row. A stage that neither encodes nor attends has
+    unchanged neighbours, and no masks.
 
     Shape:
         text: [B, S, hidden]; neighbours: [B * L, k * r, hidden]; seen: [C, m, k * r]; own:
@@ -284,7 +284,7 @@ class Neighbours(nn.Module):
 
 
 def _with_kept(cache: KVCache, lengths: Tensor) -> Tensor:
-    """Put the kept lengths of the last finished chunk in front, and keep those of the new one."""
+    """Put the kept lengths of the last finished chunk in front, and keep those of the new chunk."""
     kept = cache.beside.get(LENGTHS)
     if kept is None:
         kept = lengths.new_zeros(lengths.shape[0], lengths.shape[2])

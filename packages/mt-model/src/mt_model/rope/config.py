@@ -13,7 +13,7 @@ from mt_model.rope.scaling import RopeScaling, plain_angles
 class RopeConfig:
     """Rotary position embedding (Su et al., 2021): pairs of channels turn with the position.
 
-    Of the `width` channels that turn, pair `i` turns by `position * theta ** (-2 * i / width)`.
+    Pair `i` of the `width` turning channels turns by `position * theta ** (-2 * i / width)`.
 
     Attributes:
         theta: Base of the angles.

@@ -75,7 +75,7 @@ def rotary_table(
     Args:
         positions: Positions of the tokens.
         rotary: Rotary embedding and head size.
-        length: Length of the whole sequence, for scalings that depend on it; or that of each
+        length: Length of the whole sequence, for scalings that depend on it; or the length of each
             token's sequence.
         dtype: Dtype of the table.
         angles: Store of the angles, which stay the same from pass to pass.

@@ -48,7 +48,7 @@ def adapted_layers(stage: nn.Module, config: LoraConfig) -> dict[str, Parts]:
 
 
 def unknown_layers(model: nn.Module, config: LoraConfig) -> dict[int, str]:
-    """Return the patterns of a config that are of no layer, with what is near, by their index.
+    """Return the patterns of a config without a layer, with similar names, by pattern index.
 
     Args:
         model: The whole model.

@@ -129,7 +129,7 @@ def _scales(
 
 
 def own_heads(whole: Tensor, layer: int, mixer: MixerConfig, shard: ShardContext) -> Tensor:
-    """Cut the values of this rank's heads from those of all heads of the model.
+    """Cut the values of this rank's heads from the values of all heads of the model.
 
     Shape:
         whole: [token_heads].

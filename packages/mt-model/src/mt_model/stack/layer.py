@@ -57,9 +57,9 @@ class InParts(Protocol):
 class TransformerLayer(nn.Module):
     """A mixer and a feed-forward, or one of them, each a branch as `LayerConfig` describes.
 
-    Beside the residual stream it returns the losses of its mixer and feed-forward, by name. Norms
-    in front of a branch are `mixer_norm` and `feed_forward_norm`, norms behind one
-    `mixer_output_norm` and `feed_forward_output_norm`; a missing one is None.
+    Besides the residual stream it returns the losses of its mixer and feed-forward, by name. The
+    norms before a branch are `mixer_norm` and `feed_forward_norm`, the norms after a branch
+    `mixer_output_norm` and `feed_forward_output_norm`; a missing norm is None.
 
     Args:
         config: The layer's entry in the model's list.
@@ -134,7 +134,7 @@ class TransformerLayer(nn.Module):
         self._adapters = tuple(adapter for _, adapter in adapters(self))
 
     def wrap(self, wrap: Wrap | None) -> None:
-        """Call the layer's computation through `wrap`, except in passes that are plain.
+        """Call the layer's computation through `wrap`, except in plain passes.
 
         Hooks of the layer, offloading, and recomputation of the whole layer stay outside. `wrap`
         gets the whole computation, and each of its `parts`; None takes the wrapping off.
@@ -156,7 +156,7 @@ class TransformerLayer(nn.Module):
             yield chosen if reason is None else replace(chosen, candidate=plain, reason=reason)
 
     def shared_inputs(self) -> Iterator[SharedInput]:
-        """Yield inputs that only linear layers read, and that are proportional to a weight."""
+        """Yield inputs that are proportional to a weight and read only by linear layers."""
         mixer, fed = self.mixer, self.feed_forward
         if self.config.shared_norm:
             yield from behind_norm(self.mixer_norm, mixer, fed)

@@ -22,13 +22,13 @@ class RetroConfig:
     """Chunked cross-attention to retrieved neighbours (Retro; Borgeaud et al., 2022).
 
     A text is cut into chunks of `chunk` tokens, each with `neighbours` neighbours of
-    `2 * chunk` tokens. The last token of a chunk and the `chunk - 1` tokens behind it attend to the
+    `2 * chunk` tokens. The last token of a chunk and the `chunk - 1` tokens after it attend to the
     chunk's encoded neighbours, between attention and feed-forward of the layers `first`,
     `first + every`, and on.
 
     Attributes:
         chunk: Number of tokens of a chunk.
-        neighbours: Number of neighbours of a chunk; those that are missing are masked.
+        neighbours: Number of neighbours of a chunk; missing neighbours are masked.
         encoder_layers: Number of bidirectional layers of the neighbours' encoder, each of which
             also attends to the hidden states of the chunk, as they enter layer `first`.
         first: Number of the first layer with cross-attention, counted from 1; by default as in the

@@ -66,7 +66,7 @@ Config = TypeVar("Config", bound=StackConfig)
 class Stack(nn.Module, ABC, Generic[Config]):
     """One pipeline stage of a list of layers; with `layers=None` the whole model.
 
-    A subclass builds the modules in front of the first layer and behind the last one.
+    A subclass builds the modules before the first layer and after the last one.
 
     Parameters have global names and every rank's shard records how it is cut (`sharding_of`), so
     no other code needs to know the class: `layers.17.mixer_norm.weight`,
@@ -85,15 +85,15 @@ class Stack(nn.Module, ABC, Generic[Config]):
         context_inner_size: Number of ranks that swap tokens for heads, for the hierarchical
             algorithm.
         kernels: Kernels of the operations: a word for all of them, or `Kernels`. `auto` takes the
-            one that was measured to be fastest. A named kernel serves wherever the operation is,
-            or is refused with the reason: attention's when it is first called, others at once.
+            fastest one by measurement. A named kernel serves wherever the operation is, or is
+            refused with the reason: attention's when it is first called, others at once.
         recompute: Activations that backward computes again instead of keeping them: with "full"
             each layer keeps its input only (each tensor-parallel rank a share of it), with
             "selective" the outputs of norms and activations are freed, which costs far less; a
             plan decides for each layer, and offloads. torch.compile chooses within a layer, so use
             "none" or "full" there.
-        seed: Seed of initial values and dropout; None leaves the values undefined, for weights
-            that are loaded.
+        seed: Seed of initial values and dropout; None leaves the values undefined, for later
+            loading.
         gemm: Strategy that computes the linear layers.
         lora: Adapters on linear layers; everything else is frozen then.
         dtype: Dtype of parameters and activations.
@@ -216,7 +216,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         wrapped.
 
         Args:
-            wrap: Function that is called for each layer of this stage; None takes it off again.
+            wrap: Function to call for each layer of this stage; None removes it again.
         """
         for layer in self.built_layers():
             layer.wrap(wrap)

@@ -30,14 +30,15 @@ def _no_sinks(_: Iterable[nn.Parameter]) -> Callable[[bool], object]:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions:
-    """How `graph_stage` makes its graphs; see `mt_fusions.AutogradGraph`.
+    """Options of the graphs that `graph_stage` makes; see `mt_fusions.AutogradGraph`.
 
     Attributes:
-        warmup: Passes with gradients that run eagerly before one is watched.
+        warmup: Number of passes with gradients that run eagerly before one is watched.
         slots: Largest number of passes that wait for their backward at a time.
-        around: Function from the parameters of a layer or stage to a function that is called
-            around its backward, for gradients that its linear layers add to a buffer themselves.
-        on_eager: Function that is called once with each reason for running eagerly; None raises it.
+        around: Function from the parameters of a layer or stage to a function to call around its
+            backward, for gradients that its linear layers add to a buffer themselves.
+        on_eager: Function to call once with each reason for running eagerly; None raises an error
+            with the reason.
         pool: Memory pool of all graphs; made from the slots by default.
     """
 

@@ -120,9 +120,9 @@ class ImageInput(nn.Module):
         self._freeze_unused()
 
     def _freeze_unused(self) -> None:
-        """Freeze the encoder's layers behind the last one whose output is taken, and its head.
+        """Freeze the encoder's layers after the last used one, its final norm and its pooling.
 
-        They never run, and a trainer waits for the gradient of each parameter that has one.
+        They never run, and a trainer waits for the gradient of each trainable parameter.
         """
         count = self.config.tower.num_layers
         last = max(layer % count for layer in self.config.feature_layers)
@@ -181,7 +181,7 @@ class ImageInput(nn.Module):
 
     @property
     def flops_per_image(self) -> int:
-        """Operations of training on an image; of a part that is frozen only those of forward."""
+        """Operations of training on an image; a frozen part counts only its forward."""
         return self.config.flops_per_image(
             self.hidden_size,
             trains_tower=_is_trained(self.tower),
@@ -197,8 +197,8 @@ class ImageInput(nn.Module):
     def _features(self, images: Tensor, sample_ids: Tensor | None) -> Tensor:
         """Return the features of any number of images.
 
-        Without any there are those of an empty image, which no token takes: the parameters have
-        gradients of zero then, which ranks with images wait for.
+        Without images, the features come from an empty image, and no token uses them: then the
+        parameters have zero gradients, for which ranks with images wait.
         """
         if not len(images):
             images = images.new_zeros(1, *images.shape[1:])
