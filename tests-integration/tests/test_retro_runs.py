@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from mt_data import DataError, IndexedDataset, IndexedWriter
+from mt_files import UserError
+from mt_hf import save_pretrained
+from mt_model import GPT, gpt
+from mt_parallel_state import DistributedEnv
 from mt_retro import Database, build_database, find_neighbours
+from mt_train import load_config
+from mt_train import run as train
 
 CHUNK, LENGTH = 8, 64
 LAYOUTS = {
@@ -212,6 +220,37 @@ def test_a_mixture_of_experts_that_attends_to_neighbours_trains_alike(
     one = losses(tiny.train(tmp_path / "one", *given))
     run = losses(tiny.train(tmp_path / "own", *given, *own, nproc=nproc))
     np.testing.assert_allclose(list(run.values()), list(one.values()), rtol=1e-9)
+
+
+OLD = "training.freeze=[embedding, final_norm, 'layers.*mixer*', 'layers.*feed_forward*']"
+
+
+@pytest.mark.parametrize("source", ["run", "hugging_face"])
+def test_new_parts_begin_as_the_model_without_them_and_train_alone(
+    source, tiny, options, one_process, tmp_path, losses, metrics_of
+) -> None:
+    """A decoder becomes a Retro model, of which only what attends to neighbours is new."""
+    if source == "run":
+        given = (*options, f"checkpoint.load={one_process}", "checkpoint.load_mode=weights")
+    else:
+        sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_sequence_length": LENGTH}
+        model = GPT(gpt(**sizes, vocab_size=384, tied=True), seed=3)
+        save_pretrained(model, tmp_path / "model")
+        shutil.copy(tiny.config.parent / "data/tokenizer.json", tmp_path / "model")
+        sections = yaml.safe_load(tiny.config.read_text())
+        sections["model"] = {"from": str(tmp_path / "model"), "vocab_multiple": 1}
+        tiny = replace(tiny, config=tmp_path / "run.yaml")
+        tiny.config.write_text(yaml.safe_dump(sections))
+        given = tuple(each for each in options if not each.startswith("model."))
+    still = tiny.train(tmp_path / "still", *given, "optimizer.lr=1e-30", "training.steps=1")
+    run = tiny.train(tmp_path / "run", *given, RETRO, OLD)
+    assert losses(run)[1] == losses(still)[1]
+    begun, found = (evaluated(metrics_of, each) for each in (still, run))
+    assert found["val_without_neighbours_loss"] == pytest.approx(begun["val_loss"], rel=1e-12)
+    assert found["val_loss"] != pytest.approx(begun["val_loss"], rel=1e-4)
+    adapters = load_config(tiny.config, [*given, RETRO, "lora={rank: 2}"])
+    with pytest.raises(UserError, match=r"no parts of model\.retro"):
+        train(adapters, DistributedEnv(), tmp_path / "adapters")
 
 
 def begin_and_go_on(tiny, options, out: Path, nproc: int, first, then) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -63,6 +64,11 @@ class RetroConfig:
         if self.first is not None:
             return self.first
         return 6 if num_layers <= _SHALLOW else 9
+
+    @staticmethod
+    def owns(name: str) -> bool:
+        """Tell whether a model without neighbours lacks a parameter, by its name."""
+        return re.match(r"neighbours\.|layers\.\d+\.cross(_norm)?\.", name) is not None
 
     def obstacle(self, layers: Sequence[LayerConfig]) -> str | None:
         """Say why layers can't attend to neighbours; None if they can."""

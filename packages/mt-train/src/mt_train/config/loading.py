@@ -436,7 +436,8 @@ def _model_of_folder(
         raise FieldError({"max_sequence_length": text})
     multiple = section.vocab_multiple or model.usual_vocab_multiple
     dropout = model.dropout if section.dropout is None else section.dropout
-    return dataclasses.replace(model, vocab_multiple=multiple, dropout=dropout)
+    retro = section.fields.get("retro")
+    return dataclasses.replace(model, vocab_multiple=multiple, dropout=dropout, retro=retro)
 
 
 def planned_vocab_size(loaded: LoadedConfig) -> int:

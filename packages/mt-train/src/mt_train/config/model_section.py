@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 from mt_files import Checks, bind, did_you_mean, hints_of
 from mt_model import FIELDS, SHORT_FORMS, Kernels, KernelSet, MoEConfig, NormConfig, RopeConfig
 
-_WITH_FROM = ("from_", "vocab_multiple", "dropout", "kernels")
+_WITH_FROM = ("from_", "vocab_multiple", "dropout", "kernels", "retro")
 _OWN = ("preset", "vocab_size", "vocab_multiple", "dropout", *SHORT_FORMS)
 
 
@@ -23,7 +23,7 @@ class ModelSection:
     Attributes:
         from_: Folder of Hugging Face transformers: the model that its config.json describes, with
             its weights where the run starts anew, and its tokenizer for a corpus. Only
-            `vocab_multiple`, `dropout` and `kernels` go with it.
+            `vocab_multiple`, `dropout`, `kernels` and `retro`, whose parts are new, go with it.
         preset: Named shape of mt-model, such as `gpt2` or `llama3.2-1b`.
         vocab_size: Number of tokens that the model knows; by default the tokenizer's size, rounded
             up to a multiple of 128.

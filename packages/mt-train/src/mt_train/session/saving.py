@@ -143,9 +143,9 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
     found = open_pretrained(folder).padded(vocab_multiple)
     tensors = _tensors(trainer, moments=False)
     tensors.pop(RunFolder.EMA, None)
-    for shard in _to_fill(trainer, tensors) + _frozen_shards(trainer) + _buffer_shards(trainer):
-        name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
-        found.fill(name, shard.tensor, shard.offsets)
+    shards = _to_fill(trainer, tensors) + _frozen_shards(trainer) + _buffer_shards(trainer)
+    for shard in _without_new(trainer, shards, found.shapes):
+        found.fill(_parameter(shard.name), shard.tensor, shard.offsets)
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
     trainer.weights_loaded()
 
@@ -162,7 +162,7 @@ def fill_adapters(trainer: Trainer, values: Mapping[str, torch.Tensor]) -> None:
     for shard in _to_fill(trainer, tensors):
         sizes = zip(shard.offsets, shard.tensor.shape, strict=True)
         box = tuple(slice(start, start + size) for start, size in sizes)
-        shard.tensor.copy_(values[shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")][box])
+        shard.tensor.copy_(values[_parameter(shard.name)][box])
     _take_weights(trainer, tensors[RunFolder.WEIGHTS])
     trainer.weights_loaded()
 
@@ -177,7 +177,7 @@ def fill_base(trainer: Trainer, folder: Path) -> None:
     Raises:
         ExchangeError: The folder does not have the model's tensors.
         CheckpointError: The checkpoint is damaged, or lacks tensors.
-        ResumeError: The checkpoint has adapters itself.
+        ResumeError: The checkpoint has adapters itself, or lacks what attends to neighbours.
     """
     shards, codes = _frozen_shards(trainer) + _buffer_shards(trainer), codes_of(trainer.stages)
     if (folder / "zarr.json").is_file():
@@ -189,21 +189,31 @@ def fill_base(trainer: Trainer, folder: Path) -> None:
         others = (RunFolder.OPTIMIZER, RunFolder.EMA, *(p.folder for p in PARTS if p.folder))
         ignore = [f"{prefix}/" for prefix in others]
         ignore += [f"{RunFolder.WEIGHTS}/layers."] * bool(codes)  # each is read alone
+        _check_base(trainer, folder, map(_parameter, inspect_checkpoint(folder).arrays))
         load_checkpoint(folder, shards, group=trainer.state.group(WORLD), ignore=ignore, cast=True)
         with open_arrays(folder) as arrays:
             fill_codes(codes, trainer.state, arrays.fill)
     else:
         model = trainer.stages[0].config
         found = open_pretrained(folder).padded(model.vocab_multiple)
+        _check_base(trainer, folder, found.shapes)
 
         def read(shard: TensorShard) -> None:
-            name = shard.name.removeprefix(f"{RunFolder.WEIGHTS}/")
-            found.fill(name, shard.tensor, shard.offsets)
+            found.fill(_parameter(shard.name), shard.tensor, shard.offsets)
 
         for shard in shards:
             read(shard)
         fill_codes(codes, trainer.state, read)
     trainer.weights_loaded()
+
+
+def _check_base(trainer: Trainer, folder: Path, there: Iterable[str]) -> None:
+    retro = trainer.stages[0].config.retro
+    if retro is not None and not any(map(retro.owns, there)):
+        raise ResumeError(
+            f"{folder} has no parts of model.retro, and lora would leave new ones untrained; train "
+            "them without lora first, and take that run by checkpoint.load"
+        )
 
 
 def way_back(trainer: Trainer, path: Path) -> str:
@@ -227,7 +237,8 @@ def way_back(trainer: Trainer, path: Path) -> str:
 
 def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
     inner, tensors = trainer.optimizer.inner, _tensors(trainer, moments=not weights_only)
-    has_ema = any(name.startswith(f"{RunFolder.EMA}/") for name in inspect_checkpoint(path).arrays)
+    saved = inspect_checkpoint(path).arrays
+    has_ema = any(name.startswith(f"{RunFolder.EMA}/") for name in saved)
     continues_ema = inner.ema is not None and has_ema and not weights_only
     if not continues_ema:
         tensors.pop(RunFolder.EMA, None)
@@ -237,9 +248,12 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
     # A part that is no longer wanted has no use for its state.
     ignored += [part.folder for part in PARTS if part.folder]
     others = [] if trainer.config.lora else _frozen_shards(trainer) + _buffer_shards(trainer)
+    weights = _to_fill(trainer, tensors) + others
+    if weights_only:
+        weights = _without_new(trainer, weights, [_parameter(name) for name in saved])
     load_checkpoint(
         path,
-        _to_fill(trainer, tensors) + others + of_parts,
+        weights + of_parts,
         group=trainer.state.group(WORLD),
         ignore=tuple(f"{prefix}/" for prefix in ignored),
         cast=weights_only or bool(others),  # frozen weights have no fp32 masters here
@@ -249,6 +263,27 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
         for name, tensor in tensors[f"{RunFolder.OPTIMIZER}/{key}"].items():
             inner.set_moment(name, key, tensor)  # some formats came as copies
     trainer.weights_loaded()
+
+
+def _without_new(
+    trainer: Trainer, shards: list[TensorShard], there: Iterable[str]
+) -> list[TensorShard]:
+    """Leave out what attends to neighbours where the given weights do not: it begins anew.
+
+    Args:
+        trainer: The trainer.
+        shards: What is to be filled.
+        there: Names of the parameters that there are values for.
+    """
+    retro = trainer.stages[0].config.retro
+    if retro is None or any(map(retro.owns, there)):
+        return shards
+    return [shard for shard in shards if not retro.owns(_parameter(shard.name))]
+
+
+def _parameter(name: str) -> str:
+    """Return the name of a parameter, given that of its array."""
+    return name.removeprefix(f"{RunFolder.WEIGHTS}/")
 
 
 def _saved_part_shards(trainer: Trainer, path: Path) -> list[TensorShard]:
