@@ -162,6 +162,11 @@ def test_what_can_not_be_embedded_is_refused(model_folder, data, tmp_path, capsy
         writer.add_document([999] * CHUNK)
     assert embed(model_folder, "--data", tmp_path / "wide", "--out", tmp_path / "e") == 2
     assert "--tokenizer FILE" in capsys.readouterr().err
+    writer = IndexedWriter(tmp_path / "other", np.uint16)
+    writer.add_document([99] * CHUNK)
+    writer.finalize(metadata={"tokenizer_sha256": "0" * 64})
+    assert embed(model_folder, "--data", tmp_path / "other", "--out", tmp_path / "e") == 2
+    assert "other.tokenizer.json" in capsys.readouterr().err
     how = ["--data", data, "--out", tmp_path / "f", "--chunk", 64]
     assert embed(model_folder, *how) == 0
     assert embed(model_folder, "--data", data, "--out", tmp_path / "f", "--chunk", 8) == 1

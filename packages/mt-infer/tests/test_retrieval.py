@@ -162,6 +162,11 @@ def test_what_does_not_retrieve_is_refused(
         writer.add_document([999] * CHUNK)
     build_database([tmp_path / "wide"], tmp_path / "db-wide", chunk=CHUNK)
     assert "token 999" in refused("--database", tmp_path / "db-wide")
+    writer = IndexedWriter(tmp_path / "other", np.uint16)
+    writer.add_document([9] * CHUNK)
+    writer.finalize(metadata={"tokenizer_sha256": "0" * 64})
+    build_database([tmp_path / "other"], tmp_path / "db-other", chunk=CHUNK)
+    assert "another tokenizer" in refused("--database", tmp_path / "db-other")
     with pytest.raises(ValueError, match="mt-infer generate --database"):
         Engine(generator.model, tokenizer=generator.tokenizer)
     with pytest.raises(ValueError, match="cuda_graphs=False"):

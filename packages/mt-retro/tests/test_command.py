@@ -77,6 +77,19 @@ def test_parts_are_for_a_scheduler(run):
     assert Path("n/ids.npy").read_bytes() == Path("whole/ids.npy").read_bytes()
 
 
+def test_tokens_of_another_tokenizer_are_refused(run):
+    """Their ids would be compared as if they meant the same texts."""
+    Path("other.jsonl").write_text('{"text": "a quick red fox"}\n' * 9)
+    with pytest.raises(SystemExit):
+        data_cli.main(["build", "other.jsonl", "--out", "other", "--vocab-size", "270"])
+    for command in ("build a other --out db", "query known --data other --out n"):
+        run("build a --out known")
+        code, _, err = run(command)
+        assert code == 2
+        assert "different tokenizers" in err
+        assert not Path(command.split()[-1]).exists()
+
+
 def test_dataset_without_a_tokenizer_is_shown_as_numbers(run):
     with IndexedWriter("bare", np.uint16) as writer:
         for number in range(3):
@@ -104,6 +117,7 @@ def test_dataset_without_a_tokenizer_is_shown_as_numbers(run):
         ("build a --out db --index IVF64,Flat", "use --index"),
         ("query db --data a", "mt-retro query DB --data PREFIX --out N"),
         ("query a --data a --out n", "a has no record.json, so it is no database"),
+        ("verify", "mt-retro verify FOLDER ..."),
         ("verify nothing", "nothing has no record.json"),
         ("peek nothing", "it is no folder of neighbours; mt-retro query makes one"),
     ],

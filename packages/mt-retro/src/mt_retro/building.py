@@ -11,7 +11,7 @@ from mt_data import DataError, IndexedDataset, Part
 from mt_files import Progress, remove_temporaries
 
 from mt_retro.approximate import EXACT, FaissIndex, choose_index
-from mt_retro.chunks import Chunks, data_digest
+from mt_retro.chunks import Chunks, check_tokenizers, data_digest
 from mt_retro.database import INDEX, Database, DatabaseRecord, SourceRecord
 from mt_retro.ngrams import NGramEmbedding
 from mt_retro.stored import RECORD, path_from, write_record
@@ -124,6 +124,7 @@ def _sources(inputs: Sequence[Given], vectors: Sequence[Vectors], chunk: int) ->
 def _check(sources: Sequence[_Source], chunk: int, embedding: str) -> None:
     if not sources:
         raise DataError("a database needs a dataset, or another database")
+    check_tokenizers(source.chunks for source in sources)
     seen: dict[str, _Source] = {}
     for source in sources:
         prefix = source.chunks.dataset.prefix

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from mt_data import PADDING, DataError, DataFileError, IndexedDataset
-from mt_files import Checks, object_url, open_file, sha256_file
+from mt_files import Checks, object_url, open_file, sha256_file, shorten
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
@@ -87,6 +88,12 @@ class Chunks:
     def lengths(self) -> NDArray[np.int64]:
         """Number of tokens of each document."""
         return np.diff(self._begins)
+
+    @property
+    def tokenizer(self) -> str | None:
+        """SHA-256 of the tokenizer of the tokens; None if nothing beside them says it."""
+        found = (self.dataset.metadata() or {}).get("tokenizer_sha256")
+        return None if found is None else str(found)
 
     def read(self, document: int, start: int, length: int) -> NDArray:
         """Return tokens [start, start + length) of a document."""
@@ -218,3 +225,20 @@ def data_digest(dataset: IndexedDataset) -> str:
         )
     tokens = sha256_file(dataset.token_path, cache=f"{dataset.prefix}.digests.json")
     return hashlib.sha256(f"{dataset.fingerprint}:{tokens}".encode()).hexdigest()
+
+
+def check_tokenizers(sources: Iterable[Chunks]) -> None:
+    """Refuse datasets that say that they are of different tokenizers.
+
+    Raises:
+        DataError: Two of them do.
+    """
+    said = [(each.dataset.prefix, known) for each in sources if (known := each.tokenizer)]
+    for prefix, found in said[1:]:
+        first, expected = said[0]
+        if found != expected:
+            digests = " and ".join(f"{shorten(each[:12])}..." for each in (found, expected))
+            raise DataError(
+                f"{prefix} and {first} are of different tokenizers (sha256 {digests}), so their "
+                "ids mean other texts; write both by mt-data build with one --tokenizer"
+            )

@@ -131,6 +131,11 @@ class Database:
     def __len__(self) -> int:
         return self._first[-1]
 
+    @property
+    def tokenizer(self) -> str | None:
+        """SHA-256 of the tokenizer of the datasets; None if none of them says it."""
+        return next(filter(None, (each.tokenizer for each in self.sources)), None)
+
     def close(self) -> None:
         """Close the datasets."""
         for source in self.sources:
@@ -227,7 +232,8 @@ class Database:
         if known.name != self.record.embedding:
             raise DataError(
                 f"{self.folder} was made with the embedding {shorten(self.record.embedding)}; give "
-                "vectors of the same"
+                "vectors of the same (mt-retro query --embeddings FOLDER, or mt-infer generate "
+                "--embedder DIR)"
             )
         return known
 

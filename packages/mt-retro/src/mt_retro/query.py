@@ -13,7 +13,7 @@ from mt_data import DataError, DataFileError, IndexedDataset, Part
 from mt_files import Progress
 from numpy.typing import NDArray
 
-from mt_retro.chunks import Chunks, ChunksRecord, data_digest
+from mt_retro.chunks import Chunks, ChunksRecord, check_tokenizers, data_digest
 from mt_retro.database import Database, check_ids
 from mt_retro.overlap import overlaps
 from mt_retro.stored import (
@@ -228,8 +228,8 @@ def find_neighbours(  # noqa: PLR0913 - each is one decision of a query
         The neighbours; None if other parts are missing.
 
     Raises:
-        DataError: An argument is wrong, the vectors come from another embedding, or the folder
-            holds something else.
+        DataError: An argument is wrong, the vectors come from another embedding, the tokens from
+            another tokenizer, or the folder holds something else.
         DataFileError: A file of the database is damaged.
     """
     if neighbours < 1 or (max_overlap is not None and not 0 <= max_overlap < 1):
@@ -237,6 +237,7 @@ def find_neighbours(  # noqa: PLR0913 - each is one decision of a query
         raise DataError(f"{text}share in [0, 1)")
     folder = Path(out)
     chunks, data = Chunks(dataset, database.chunk), data_digest(dataset)
+    check_tokenizers([chunks, *database.sources])
     own = database.first_of(data)
     vectors_of = _vectors_of(database, chunks, data, embedding)
     plan = {

@@ -84,6 +84,12 @@ class Embed:
         with told_once(env):
             source = None if self.tokenizer is None else load_tokenizer(self.tokenizer)
             chunks = Chunks(IndexedDataset(self.data), self.chunk)
+            own = source or run.own_tokenizer
+            if own is not None and chunks.tokenizer not in (None, own.sha256):
+                raise ValueError(
+                    f"{self.data} has the tokens of another tokenizer; name it with --tokenizer "
+                    f"{self.data}.tokenizer.json"
+                )
         layout = ParallelLayout(dp=env.world_size)
         with joined(env) as device, ParallelState(layout, rank=env.rank, device=device) as state:
             with same_run(run, state) as agreed:

@@ -79,6 +79,11 @@ def _database(command: Generate, run: Run) -> Any:
             f"--database {command.database} has chunks of {database.chunk} tokens, and the model "
             f"reads chunks of {chunk}; build one with mt-retro build --chunk {chunk}"
         )
+    if database.tokenizer not in (None, run.tokenizer.sha256):
+        raise ValueError(
+            f"--database {command.database} has the tokens of another tokenizer than the model's; "
+            "build one of data that mt-data build --tokenizer wrote with the model's"
+        )
     return database
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mt_data import DataError
 from mt_files import say
 
 from mt_retro.database import Database
@@ -27,6 +28,8 @@ class Verify:
 
     def run(self) -> None:
         """Run the command."""
+        if not self.folders:
+            raise DataError("a folder is required: mt-retro verify FOLDER ...")
         for folder in self.folders:
             kind = kind_of(folder)
             if kind == "vectors":
