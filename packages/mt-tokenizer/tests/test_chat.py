@@ -46,6 +46,18 @@ def test_a_conversation_is_rendered(tmp_path):
         assert template.write(MESSAGES).text == "2"
 
 
+def test_a_template_of_parts_alone_gets_texts_as_parts():
+    """Published templates of LLaVA write nothing of a content that is a text."""
+    source = (
+        "{% for m in messages %}[{{ m.role }}]{% for part in m.content | "
+        "selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    with ChatTemplate(source) as template:
+        assert template.write(MESSAGES).text == "[user]Hello[assistant]Hi <b>é</b>"
+    with ChatTemplate("{{ messages[0].content }}") as template:
+        assert template.write(MESSAGES).text == "Hello"
+
+
 def test_a_folder_without_a_template_says_so(tmp_path):
     with pytest.raises(ChatError, match="chat_template"):
         ChatTemplate.from_folder(tmp_path)

@@ -123,7 +123,7 @@ def share_of_right(run: Path, *, shuffled: bool = False) -> float:
     prompts = []
     with ChatTemplate.from_folder(run, tokenizer) as template:
         for talk in talks:
-            messages, _ = with_parts([{"role": "user", "content": talk[0]["value"]}], template)
+            messages, _ = with_parts([{"role": "user", "content": talk[0]["value"]}])
             prompts.append(tokenizer.encode_chat(template.write(messages)))
     with Engine.from_folder(run) as engine:
         sampling = Sampling(temperature=0.0, max_tokens=4, stop=("<|end|>",))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mt_data import DataError
 from mt_files import shorten
-from mt_tokenizer import ChatError, ChatTemplate
 
-PLACEHOLDER = "<image>"
-_PROBE = "mt probes this"
+_PLACEHOLDER = re.compile(r"\n?<image>\n?")
 _IMAGE_KINDS = ("image", "image_url")
 _REFERENCES = ("image", "path", "url", "image_url")
 
@@ -24,31 +23,27 @@ def image_parts(text: str) -> str | list[dict[str, str]]:
         >>> image_parts("<image>\nWhat is it?")
         [{'type': 'image'}, {'type': 'text', 'text': 'What is it?'}]
     """
-    if PLACEHOLDER not in text:
+    pieces, found = _PLACEHOLDER.split(text), list[dict[str, str]]()
+    if len(pieces) == 1:
         return text
-    found: list[dict[str, str]] = []
-    for number, piece in enumerate(text.split(PLACEHOLDER)):
+    for number, piece in enumerate(pieces):
         if number:
             found.append({"type": "image"})
-            piece = piece.removeprefix("\n")
-        piece = piece.removesuffix("\n") if PLACEHOLDER in text else piece
         if piece:
             found.append({"type": "text", "text": piece})
     return found
 
 
 def with_parts(
-    messages: Sequence[Mapping[str, Any]], template: ChatTemplate
+    messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[str | None]]:
     """Return messages as a template reads them, and the images that they name.
 
-    A text with `<image>` becomes parts, and so does every text if the template ignores contents
-    without parts. A part of the type `image` or `image_url` may name its image, as `image`, `path`,
-    `url` or `image_url`.
+    A text with `<image>` becomes parts. A part of the type `image` or `image_url` may name its
+    image, as `image`, `path`, `url` or `image_url`.
 
     Args:
         messages: Mappings with `role` and `content`: a text, or a list of parts.
-        template: The chat template.
 
     Returns:
         The messages, and for each image in order the path in its part, or None.
@@ -56,14 +51,11 @@ def with_parts(
     Raises:
         DataError: A part is not a mapping, or has another type.
     """
-    reads_texts = _reads_texts(template)
     found, images = [], []
     for number, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str):
             content = image_parts(content)
-            if isinstance(content, str) and not reads_texts:
-                content = [{"type": "text", "text": content}]
         if isinstance(content, list):
             content, named = _parts(content, number)
             images += named
@@ -93,12 +85,3 @@ def _reference(part: Mapping[str, Any], number: int) -> str | None:
     if given is not None and not isinstance(given, str):
         raise DataError(f"message {number} names the image {shorten(given)}; give a path")
     return given
-
-
-def _reads_texts(template: ChatTemplate) -> bool:
-    """Return whether a template writes contents that are texts, besides lists of parts."""
-    try:
-        written = template.write([{"role": "user", "content": _PROBE}])
-    except ChatError:
-        return False
-    return _PROBE in written.text

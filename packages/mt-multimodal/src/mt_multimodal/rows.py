@@ -280,7 +280,7 @@ class ImageTextDataset(RenderedRows):
     ) -> tuple[Rendered, list[int]]:
         """Return the expanded tokens of a sample, and its images in their order."""
         try:
-            messages, named = with_parts(sample.messages, template)
+            messages, named = with_parts(sample.messages)
         except DataError as error:
             raise DataFileError(sample.where, str(error)) from None
         images = list(sample.images)

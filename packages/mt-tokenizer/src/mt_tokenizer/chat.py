@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -32,6 +33,7 @@ _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates read
 _UNFIT = "the chat template can't render these messages"
 _ENDED = 2.0  # seconds
+_PROBE = "mt probes this"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +100,22 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _with_part(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content, if it is a text, is a list with one part."""
+    content = message.get("content")
+    return {**message, "content": [_text_part(content)]} if isinstance(content, str) else message
+
+
 class ChatTemplate:
     """A model's chat template, rendered by a sandbox in a process of its own with limits.
 
     The template is code from the model's folder. It is run by Jinja's immutable sandbox, in a
-    process that is killed and started again if it takes too long.
+    process that is killed and started again if it takes too long. A template that ignores contents
+    without parts, as that of LLaVA does, gets each text as a part.
 
     Args:
         source: The Jinja template.
@@ -235,6 +248,8 @@ class ChatTemplate:
     ) -> list[ChatText]:
         """Return texts of first messages, each with or without the prompt for an answer."""
         plain = [_with_reasoning(each) for each in messages]
+        if not self._reads_texts:
+            plain = [_with_part(each) for each in plain]
         given = {**variables, "tools": None if tools is None else list(tools)}
         try:
             (plain, given), marks = self._literals.mark((plain, given))
@@ -251,6 +266,19 @@ class ChatTemplate:
             count, has_prompt = wanted[number]
             where = f" as far as message {count if has_prompt else count - 1}"
         raise ChatError(f"{_UNFIT}{where}: {answer['error']}")
+
+    @cached_property
+    def _reads_texts(self) -> bool:
+        """Whether it writes contents that are texts; models with images may read parts alone."""
+        return self._shows(_PROBE) or not self._shows([_text_part(_PROBE)])
+
+    def _shows(self, content: object) -> bool:
+        """Return whether it writes the probe in a content."""
+        messages = [{"role": "user", "content": content}]
+        given = {"messages": messages, "variables": {**self.tokens, "tools": None}}
+        with self._lock:
+            answer = self._ask({**given, "texts": [(1, False)], "span": ["", ""]})
+        return any(_PROBE in text for text in answer.get("texts", ()))
 
     def close(self) -> None:
         """End the process; the next `render` starts another."""

@@ -65,7 +65,7 @@ class Asker:
             self._template = ChatTemplate.from_folder(run.chat_folder, run.tokenizer)
         if run.config.images is not None:  # `<image>` in a text is an image, as in training rows
             multimodal = require("mt_multimodal", "a conversation with a model that takes images")
-            messages, named = multimodal.with_parts(messages, self._template)
+            messages, named = multimodal.with_parts(messages)
         written = self._template.write(with_parsed_arguments(messages), tools=tools)
         return run.tokenizer.encode_chat(written), named
 

@@ -64,7 +64,7 @@ async def picture_of(url: str, param: str) -> Picture:
     if process.returncode == _NO_LIBRARY:
         raise _refusal(param, "images need: pip install 'mt-infer[images]'")
     if process.returncode != 0:
-        reason = said.decode(errors="replace")[:200] or "it goes beyond its limits"
+        reason = said.decode(errors="replace")[:200].strip() or "it goes beyond its limits"
         raise _refusal(param, f"the image can't be read: {reason}")
     width, height = _SIZE.unpack_from(answer)
     return Picture(width=width, height=height, rgb=answer[_SIZE.size :])
