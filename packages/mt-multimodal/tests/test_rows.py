@@ -199,6 +199,26 @@ def test_captions_are_what_the_assistant_says(tmp_path, template, form, made):
     assert labels[labels >= 0][:-1].tolist() == template.tokenizer.encode("a cat")
 
 
+def test_a_folder_is_read_file_by_file(tmp_path, template, form, made):
+    (tmp_path / "b").mkdir()
+    made.write_tar(tmp_path / "b/1.tar", [("1.json", made.talk(1)), ("1.png", made.png(0))])
+    made.write_tar(tmp_path / "a.tar", [("1.json", made.talk(0))])
+    line = json.loads(made.talk(1)) | {"image": "c.png"}
+    made.picture(0).save(tmp_path / "b/c.png")
+    (tmp_path / "b/2.jsonl").write_text(json.dumps(line))
+    turns = [json.loads(made.talk(1))["conversations"]]
+    table = pa.table({"conversations": turns, "image": [made.png(0)]})
+    pq.write_table(table, tmp_path / "b/3.parquet")
+    files = [tmp_path / name for name in ("a.tar", "b/1.tar", "b/2.jsonl", "b/3.parquet")]
+    for _ in range(2):  # beside the indexes of the tars too
+        whole, apart = (
+            ImageTextDataset(given, template, form, sequence_length=16)
+            for given in (tmp_path, files)
+        )
+        assert whole.fingerprint == apart.fingerprint
+        assert len(whole.pixel_values(range(whole.num_images))) == 3
+
+
 def test_a_caption_beside_a_description_is_read(tmp_path, template, form, made):
     """img2dataset writes both; a conversation is read in place of a caption."""
     about = json.dumps({"url": "u", "caption": "a dog", "width": 20, "prompt": "p"}).encode()

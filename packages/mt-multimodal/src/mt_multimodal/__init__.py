@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mt_multimodal.decoding import decode_image as decode_image
     from mt_multimodal.messages import image_parts as image_parts
     from mt_multimodal.messages import with_parts as with_parts
+    from mt_multimodal.opening import image_sources as image_sources
     from mt_multimodal.opening import open_images as open_images
     from mt_multimodal.preprocessing import ImagePreprocessing as ImagePreprocessing
     from mt_multimodal.preprocessing import read_image_preprocessing as read_image_preprocessing

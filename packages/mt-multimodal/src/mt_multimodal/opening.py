@@ -11,6 +11,26 @@ from mt_multimodal.tables import TableImages
 
 _TAR = re.compile(r"\.(tar|tgz|tar\.\w+)$")  # a compressed one is refused by name
 
+_IN_FOLDERS = re.compile(r"\.(tar|parquet|jsonl)(\.(gz|bz2|xz|zst))?$")
+
+
+def image_sources(
+    path: str | os.PathLike[str], *, images: str | os.PathLike[str] | None = None
+) -> list[ImageSource]:
+    """Open a file of samples, or all tars, parquet files and JSON lines of a folder by their names.
+
+    Args:
+        path: The file, or its URL; or a folder, with the folders in it.
+        images: Folder of the images that records name; by default the folder of each file.
+
+    Raises:
+        DataFileError: A tar is damaged.
+        FileError: A file can't be read.
+    """
+    inside = sorted(Path(path).rglob("*")) if os.path.isdir(path) else []
+    files = [each for each in inside if _IN_FOLDERS.search(each.name)]
+    return [open_images(each, images=images) for each in files or [path]]
+
 
 def open_images(
     path: str | os.PathLike[str],

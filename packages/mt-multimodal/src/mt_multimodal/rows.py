@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from mt_multimodal.decoding import ImageLimits
 from mt_multimodal.expansion import expanded, fitted
 from mt_multimodal.messages import with_parts
-from mt_multimodal.opening import open_images
+from mt_multimodal.opening import image_sources
 from mt_multimodal.preprocessing import ImagePreprocessing
 from mt_multimodal.sources import ImageSample, ImageSource
 
@@ -101,7 +101,8 @@ class ImageTextDataset(RenderedRows):
 
     Args:
         source: A tar (see `TarIndex`), a file of conversations (JSON lines, JSON, parquet, Arrow)
-            beside the images that it names, a source from `open_images`, or several of them.
+            beside the images that it names, a folder of such files, a source from `open_images`, or
+            several of them.
         template: Chat template with the tokenizer; it writes the image token for each image.
         form: Form of the images in a row.
         sequence_length: Number of tokens of a row.
@@ -138,9 +139,9 @@ class ImageTextDataset(RenderedRows):
         if tokenizer is None:
             raise DataError("the chat template has no tokenizer; give it one")
         given = [source] if isinstance(source, str | os.PathLike | ImageSource) else list(source)
-        self._sources = [
-            each if isinstance(each, ImageSource) else open_images(each) for each in given
-        ]
+        self._sources: list[ImageSource] = []
+        for each in given:
+            self._sources += [each] if isinstance(each, ImageSource) else image_sources(each)
         self.form = form
         reader = ChatReader(tokenizer, template, size=sequence_length, too_long=too_long)
         self.report = reader.report

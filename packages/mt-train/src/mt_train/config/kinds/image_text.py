@@ -30,8 +30,9 @@ class ImageTextData(ChatData):
 
     A file of `train` is a tar of samples (WebDataset), whose members of one key are a `json` or
     `txt` beside images, or a file of conversations as for `chat`, whose records name their images
-    as `image` or `images`. In a message an image is `<image>`, or a part of the type `image`.
-    Conversations without images may stand among them, or be a source of their own.
+    as `image` or `images`; or a folder of these. In a message an image is `<image>`, or a part of
+    the type `image`. Conversations without images may stand among them, or be a source of their
+    own.
 
     Attributes:
         images: Folder of the images that records name; by default the folder of their file.
@@ -109,7 +110,7 @@ class ImageTextData(ChatData):
             DataError: A sample is damaged, the template refuses it, or there is no template.
         """
         from mt_data import DataError
-        from mt_multimodal import ImageForm, ImageTextDataset, open_images
+        from mt_multimodal import ImageForm, ImageTextDataset, image_sources
         from mt_tokenizer import ChatTemplate
 
         how, source = sources.model.images, self._template()
@@ -123,7 +124,7 @@ class ImageTextData(ChatData):
         )
         with ChatTemplate(source[0], sources.tokenizer, tokens=source[1]) as template:
             return ImageTextDataset(
-                open_images(path, images=self.images),
+                image_sources(path, images=self.images),
                 template,
                 form,
                 sequence_length=sources.sequence_length,
