@@ -476,3 +476,15 @@ def test_a_preprocessor_inside_a_processor_is_read_and_kept_apart(started, folde
     (model / "processor_config.json").write_text(json.dumps({"image_token": "<image>"}))
     with pytest.raises(ConfigError, match="missing"):
         load_config(started.config, [f"model.from={model}"])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_example_of_the_first_stage_trains_the_projection_alone(folder, tied) -> None:
+    """A head of its own too stays as it is, as LLaVA 1.5 has one."""
+    example = Path(__file__).parents[2] / "packages/mt-train/examples/llava-align.yaml"
+    config = dataclasses.replace(open_pretrained(folder / "model").config, tied=tied)
+    model = GPT(config, device="meta", seed=None)
+    freeze([model], yaml.safe_load(example.read_text())["training"]["freeze"])
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    parts = [f"{part}.{kind}" for part in ("up", "down") for kind in ("weight", "bias")]
+    assert trained == {f"images.projector.{part}" for part in parts}
