@@ -245,19 +245,19 @@ class GradBuffer:
     ) -> dict[str, Tensor]:
         """Assemble tensors of parameters from tensors of shards, for a checkpoint.
 
-        Every rank calls it. The parts of a tensor are sent to the one of its ranks that has got the
-        fewest elements, which spreads memory and writing over the ranks; tensors that are not cut
-        are returned as they are.
+        Every rank calls it. The parts of a tensor are sent to its rank with the fewest elements so
+        far, which spreads memory and writing over the ranks; undivided tensors are returned
+        unchanged.
 
         Args:
             values: A tensor for each shard by name, such as a moment; for the same parameters on
                 all ranks.
-            loads: Elements that every rank has got so far, by the ranks of a group; updated. Give
-                the same dict, empty at first, with all tensors of a checkpoint.
+            loads: Number of elements sent to each rank so far, by the ranks of a group; updated.
+                Give the same dict, empty at first, for all tensors of a checkpoint.
 
         Returns:
-            Whole tensors by name. With hybrid sharding only the first replica has the tensors that
-            are cut.
+            Whole tensors by name. With hybrid sharding only the first replica has the divided
+            tensors.
 
         Raises:
             ValueError: This rank has no shard of a name, or a tensor has another size.
@@ -382,8 +382,8 @@ class GradBuffer:
         """Remove the hooks and `main_grad`, and release the group.
 
         The parameters are plain again. After `gather_params`, call `wait_params` first, as leaving
-        a `with` block does. Call it before `destroy_process_group`: a gloo group that is still
-        referenced keeps its threads, which can abort the process when Python exits.
+        a `with` block does. Call `close` before `destroy_process_group`: a gloo group with a
+        remaining reference keeps its threads, which can abort the process when Python exits.
         """
         self._closed = True
         for function in self._at_close:

@@ -141,7 +141,7 @@ class ObjectStore:
             path: Path of the object.
             start: The first byte.
             count: Number of bytes.
-            version: The version to read; None reads the one that is there.
+            version: The version to read; None reads the current one.
 
         Raises:
             MissingFileError: There is no such object.
@@ -314,9 +314,9 @@ class StoredObject:
         """Open the object as a file.
 
         Args:
-            block: Number of bytes that are read at least; None reads blocks of 4 MiB, and 0 what is
-                asked for.
-            first: The first bytes, where they are there already.
+            block: Smallest number of bytes of a read; None reads blocks of 4 MiB, and 0 exactly the
+                requested bytes.
+            first: The first bytes, if they were read already.
         """
         file = _ObjectFile(self, memoryview(b"") if first is None else first)
         block = BLOCK if block is None else block

@@ -33,13 +33,13 @@ class Progress:
         tokens: int | None = None,
         unit: str = "B",
     ) -> None:
-        """Show what is done, with the time left, and the tokens made with their speed.
+        """Show the completed work, with the time left, and the tokens made with their speed.
 
         Args:
             what: The work, such as `encoding`.
-            done: How much is done, in bytes or another unit.
-            total: How much there is in all, if known.
-            tokens: Number of tokens made of it, if there are any.
+            done: Amount of completed work, in bytes or another unit.
+            total: Total amount of work, if known.
+            tokens: Number of tokens made so far, if there are any.
             unit: Name of the unit.
         """
         now = time.monotonic()

@@ -20,19 +20,19 @@ class RowField:
         name: Name of the array.
         dtype: Dtype of the array, by numpy's name.
         dims: Names of the array's dims; a data set says the size of each. `()` is one number.
-        fill: Value where a row has nothing, and everywhere in an empty row. A label that has it
-            counts for nothing.
-        cut: Which part of the array a rank of a context-parallel group has: its part `along` the
-            first dim, the `whole` array, or the whole array on the group's first rank `once` and
-            `fill` on the others.
-        stages: Stages of a pipeline that read the values; ranks with none of them have `fill`.
+        fill: Value of absent elements, and of all elements of an empty row. A label with this value
+            does not count.
+        cut: Part of the array on a rank of a context-parallel group: its part `along` the first
+            dim, the `whole` array, or the whole array on the group's first rank `once` and `fill`
+            on the others.
+        stages: Stages of a pipeline that read the values; ranks without such a stage have `fill`.
         is_tokens: Whether the values are token ids, or `fill`, to check against the vocabulary.
-        counts: Name of the count to which each label of this array adds one; None if it has no
-            labels. All stages count them.
+        counts: Name of the count to which each label of this array adds one; None if the array has
+            no labels. All stages count them.
         positions: Name of the field with the position of each label in its document; None if
-            positions are those of the row.
+            positions are counted in the row.
         joined: Whether rows have any number of items of the first dim, such as images. A batch has
-            them one behind the other, in the order of its rows; an empty row has none.
+            them one after the other, in the order of its rows; an empty row has none.
     """
 
     name: str

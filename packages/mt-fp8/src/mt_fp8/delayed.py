@@ -19,10 +19,10 @@ _NOT_RUN = -1.0
 
 
 class DelayedScales(nn.Module):
-    """The state of delayed scaling of one layer, in buffers that are changed in place.
+    """The state of delayed scaling of one layer, in buffers with in-place updates.
 
-    A step's factors stay what they are while it runs, however many micro-batches and recomputations
-    it has; what it finds is noted, and `end_step` makes the next step's factors of that. Before
+    The factors stay the same during a step with any number of micro-batches and recomputations. The
+    magnitudes in the step are noted, and `end_step` makes the next step's factors from them. Before
     the first `end_step` nothing is known, and each tensor is scaled by its own magnitude.
 
     Args:
@@ -33,7 +33,7 @@ class DelayedScales(nn.Module):
         recipe: The recipe.
         history: Largest magnitudes. Row 0 is this step's, -1 for a tensor that was not seen; the
             rows after it are earlier steps, with the latest at the end.
-        factor: What elements are multiplied by in this step.
+        factor: Factor of the elements in this step.
 
     Shape:
         history: [recipe.history, 3]. factor: [3]. Both fp32, whatever the module is converted to;

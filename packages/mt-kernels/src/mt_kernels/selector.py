@@ -13,7 +13,7 @@ F = TypeVar("F")
 
 
 class Operand(Protocol):
-    """A tensor, or a value such as a quantised tensor that has a device and a dtype."""
+    """A tensor, or another value with a device and a dtype, such as a quantised tensor."""
 
     @property
     def device(self) -> torch.device:

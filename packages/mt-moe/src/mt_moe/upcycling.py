@@ -54,7 +54,7 @@ def upcycle(
 def upcycle_router(weight: Tensor, num_experts: int) -> Tensor:
     """Give all shards of a copy the same router row, so that a token chooses whole copies.
 
-    That holds if `top_k` is a multiple of the granularity, and until training separates the rows.
+    This holds if `top_k` is a multiple of the granularity, and until training separates the rows.
 
     Args:
         weight: Initial router weight with a row for each copy.

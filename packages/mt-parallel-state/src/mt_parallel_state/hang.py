@@ -103,7 +103,7 @@ class _Watch:
         return _python_wait(frame), call_site(frame)
 
     def _answer(self) -> None:
-        """Answer the ranks that have asked where this rank is."""
+        """Answer the ranks that asked for the place of this rank."""
         asked = self._store.add("asked", 0)
         place = self._here()[1] if asked > self._answered else ""
         said = (

@@ -59,13 +59,13 @@ def host_on_loopback(port: int = 0) -> TCPStore:
 def meet(env: DistributedEnv, timeout: timedelta) -> dist.Store:
     """Connect to the store of `env`, wait until every rank has, and return it for this attempt.
 
-    A launcher that starts all ranks again after a failure keeps its store, with the keys of ranks
-    that are gone. So keys belong to an attempt, which rank 0 opens, and completes once all ranks
-    are in it; a rank that meets its own predecessor's traces waits for the next one. (torchrun's
-    own count of restarts differs between nodes: only the node of the failure counts.)
+    A launcher that starts all ranks again after a failure keeps its store, with the keys of the
+    former ranks. So keys belong to an attempt, which rank 0 opens, and completes once all ranks are
+    in it; a rank that finds its own predecessor's keys waits for the next attempt. (torchrun's own
+    count of restarts differs between nodes: only the node of the failure counts.)
 
-    After a while the first rank to arrive logs (`mt_parallel_state`) which ranks are missing; every
-    rank logs while there is no store, or no rank 0. All waiting is done in Python, so that signal
+    After a while the first rank to arrive logs (`mt_parallel_state`) the missing ranks; every rank
+    logs while there is no store, or no rank 0. All waiting is done in Python, so that signal
     handlers run.
 
     Raises:
@@ -89,7 +89,7 @@ class _Attempt:
             self._enter(self._root.add("attempts", 1))
 
     def _enter(self, number: int) -> None:
-        """Enter an attempt, unless a process that was this rank before is in it."""
+        """Enter an attempt, unless an earlier process of this rank is in it."""
         self._number = number
         self.store = dist.PrefixStore(f"attempt-{number}", self._root)
         self._arrived = dist.PrefixStore("arrived", self.store)
@@ -110,7 +110,7 @@ class _Attempt:
         return self._is_in and self.store.check(["complete"])
 
     def missing(self) -> str | None:
-        """Return the missing ranks on the first rank that is there, and None on the others."""
+        """Return the missing ranks on the first present rank, and None on the others."""
         if not self._is_in:
             return _ranks([0])
         absent = [rank for rank in range(self._world) if not self._arrived.check([str(rank)])]

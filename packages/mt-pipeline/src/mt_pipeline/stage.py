@@ -46,9 +46,8 @@ class SplitStage(Protocol[M_contra]):
     reverse, and the same holds there.
 
     The parts are called instead of the stage, so wrappers of the whole stage have no effect:
-    forward hooks do not fire, and a stage that is itself given to `fully_shard` is refused. Hook,
-    compile and shard the submodules that the parts call. A `torch.compile(stage)` is called as a
-    whole.
+    forward hooks do not fire, and a stage wrapped by `fully_shard` is refused. Hook, compile and
+    shard the submodules that the parts call. A `torch.compile(stage)` is called as a whole.
     """
 
     def __call__(self, x: Tensor | None, microbatch: M_contra, /) -> Any:

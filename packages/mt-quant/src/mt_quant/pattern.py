@@ -230,7 +230,7 @@ class Pattern:
 
 @lru_cache(maxsize=4096)
 def pattern_of(text: str) -> Pattern:
-    """Return a pattern that was made before, or a new one; see `Pattern`."""
+    """Return the cached pattern of a text, or a new one; see `Pattern`."""
     return Pattern(text)
 
 

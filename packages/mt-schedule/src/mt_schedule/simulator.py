@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """The times of the compute actions of each rank; a rank that is stuck has fewer times."""
+    """The times of the compute actions of each rank; a stuck rank has fewer times."""
 
     plans: list[list[Action]]
     starts: list[list[float]]

@@ -26,7 +26,7 @@ def draw_svg(*panels: Panel, width: int = 960) -> str:
     actions of an overlapped pair share a row.
 
     Args:
-        panels: The runs, from top to bottom. Use the same unit in panels that are compared.
+        panels: The runs, from top to bottom. Use the same unit in panels to compare.
         width: Width of the drawing in pixels.
 
     Returns:

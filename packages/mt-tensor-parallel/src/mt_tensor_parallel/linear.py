@@ -260,7 +260,7 @@ class ParallelLinear(GemmLayer):
         return group_size(self.group), group_rank(self.group)
 
     def low_rank(self, given: tuple[Any, ...], a: Tensor, bs: Sequence[Tensor]) -> list[Tensor]:
-        """See `GemmLayer`; `low_rank` of this package says what is communicated."""
+        """See `GemmLayer`; `low_rank` of this package names the collectives."""
         x, is_column = given[0], self._split == "out_features"
         place = LowRankPlace(
             split="outputs" if is_column else "inputs",

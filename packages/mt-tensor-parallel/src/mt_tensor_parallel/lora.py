@@ -63,12 +63,12 @@ class LoraAdapter(nn.Module):
     """A trained product of two thin matrices beside a frozen linear layer.
 
     `y = layer(x) + (alpha / rank) B A x`. The adapter is the layer's submodule `lora`, and the
-    layer and its parameters keep their names. A and B are split as the layer's inputs and outputs
-    are; `low_rank` names the collectives. B starts at zero, so the layer starts unchanged. The
-    matrix that is whole on each rank has a gradient that is a partial sum wherever the layer's own
-    tokens or features are parts, which its sharding record says (`partial_grad`).
+    layer and its parameters keep their names. A and B are split like the layer's inputs and
+    outputs; `low_rank` names the collectives. B starts at zero, so the layer starts unchanged. A
+    matrix that is whole on each rank has a partial sum as its gradient if the ranks have different
+    tokens or features of the layer; its sharding record says so (`partial_grad`).
 
-    With `parts`, each matrix of a fused weight gets an A of its own, as if the matrix were a layer;
+    With `parts`, each matrix of a fused weight gets its own A, as if the matrix were a layer;
     without `parts` the matrices share one A.
 
     A depends on the seed, the layer's name and the global index of the element alone. The mask of
@@ -85,12 +85,12 @@ class LoraAdapter(nn.Module):
             `MatrixSpec` has parts; None for one adapter of the whole weight.
 
     Attributes:
-        a: [rank, *in], or [parts, rank, *in]; behind the experts' dim for a layer of experts.
+        a: [rank, *in], or [parts, rank, *in]; after the experts' dim for a layer of experts.
         matrix: Record of the layer's weight.
-        b: [*out, rank], with the rows of the given parts; behind the experts' dim likewise.
-        tokens: Global number of each token of the next forward, for dropout: all of this rank, or
-            those of its part of the sequence, the first that fit the input. None to go by
-            `set_lora_step`. Shape [B, S] each.
+        b: [*out, rank], with the rows of the given parts; after the experts' dim likewise.
+        tokens: Candidates for the global numbers of the next forward's tokens, for dropout: all
+            tokens of this rank, or the tokens of its part of the sequence; the first candidate that
+            fits the input is used. None to use `set_lora_step`. Shape [B, S] each.
 
     Raises:
         ValueError: The layer has an adapter, or takes no dropout.
@@ -313,11 +313,11 @@ def lora_parts(
         a: A of the adapter.
         b: B of the adapter.
         matrix: Record of the layer's weight.
-        parts: Indices of the fused matrices that have an adapter each; None if all share one.
+        parts: Indices of the fused matrices with separate adapters; None if all share one.
 
     Shape:
         a, b: As in `LoraAdapter`. Returns A [rank, *in] and B [*out, rank], with the experts' dim
-        in front where there is one.
+        in front for a layer of experts.
     """
     if parts is None or matrix.part_dim is None:
         return [(0, a, b)]
@@ -353,7 +353,7 @@ def lora_delta(
 
 
 def _joined(pieces: dict[int, Tensor], matrix: MatrixSpec, *, at: int) -> Tensor:
-    """Join parts along their dim, with zeros for parts that have no adapter."""
+    """Join parts along their dim, with zeros for parts without an adapter."""
     first = next(iter(pieces.values()))
     if matrix.part_dim is None or len(matrix.parts) == len(pieces) == 1:
         return first

@@ -67,7 +67,7 @@ class UnsteadyStore(ThreadingHTTPServer):
         self.fault = lambda *_: draw.choice(FAULTS) if draw.random() < share else None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that have gone away, such as killed ones."""
+        """Ignore clients that have disconnected, such as killed ones."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -111,20 +111,20 @@ def _with_part(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class ChatTemplate:
-    """A model's chat template, rendered by a sandbox in a process of its own with limits.
+    """A model's chat template, rendered by a sandbox in a separate process with limits.
 
-    The template is code from the model's folder. It is run by Jinja's immutable sandbox, in a
-    process that is killed and started again if it takes too long. A template that ignores contents
-    without parts, as that of LLaVA does, gets each text as a part.
+    The template is code from the model's folder. Jinja's immutable sandbox runs it in a process
+    that is killed and restarted if it takes too long. A template that ignores contents without
+    parts, such as LLaVA's, gets each text as a part.
 
     Args:
         source: The Jinja template.
         tokenizer: Tokenizer of the model; None writes text in which every name of a special token
             stands for the token.
         tokens: Special tokens that the template may name, such as `bos_token`, and other variables
-            that hold for all conversations, such as `enable_thinking`. Without an `eos_token` it is
-            the tokenizer's end-of-document token.
-        limits: What it may use for the texts of a conversation.
+            for all conversations, such as `enable_thinking`. A missing `eos_token` is the
+            tokenizer's end-of-document token.
+        limits: Limits of the process for the texts of a conversation.
     """
 
     def __init__(

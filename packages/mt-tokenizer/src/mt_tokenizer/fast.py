@@ -1,4 +1,4 @@
-"""Encoding with a library that is many times faster, if it gives the same ids."""
+"""Encoding with a much faster library, if it gives the same ids."""
 
 from __future__ import annotations
 

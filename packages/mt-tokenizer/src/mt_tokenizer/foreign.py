@@ -213,7 +213,7 @@ def byte_level(
 
     Args:
         ranks: Rank of each sequence of bytes.
-        pattern: Regular expression of the parts of text that are merged apart.
+        pattern: Regular expression of the parts of text; merges stay within a part.
         special: Numbers of the special tokens.
         first: Number of the rank 0.
     """

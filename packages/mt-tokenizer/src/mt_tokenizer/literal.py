@@ -128,7 +128,7 @@ def restore(text: str, marks: Mapping[str, str], span: Sequence[str]) -> ChatTex
 
 
 def free_marks(given: Any, count: int) -> list[str]:
-    """Return reserved code points that are in none of some JSON values."""
+    """Return reserved code points that do not occur in JSON values."""
     taken = {char for text in _texts(given) for char in _ANY.findall(text)}
     return [char for char in _RESERVED if char not in taken][:count]
 

@@ -37,14 +37,14 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A part of a conversation's text that the assistant says.
+    """A part of a conversation's text by the assistant.
 
     Attributes:
         message: Number of the message.
         weight: Weight of its loss.
-        begin: Place where it begins, behind what a prompt supplies.
-        end: Place where it ends, or where what the template writes behind it may begin.
-        closed: Place up to which a token that ends the turn may stand.
+        begin: Place where the turn begins, after the text that a prompt supplies.
+        end: Place where the turn ends, or where the template's text after it may begin.
+        closed: Last place for a token that ends the turn.
     """
 
     message: int
@@ -177,7 +177,7 @@ def trained_of(
         turns: The turns to learn.
 
     Raises:
-        ChatError: A token belongs to a turn and to what is beside it.
+        ChatError: A token belongs both to a turn and to the text beside it.
     """
     # The token of unknown text is special, too, and stands for no name.
     special = tokenizer.special_tokens

@@ -13,9 +13,9 @@ WORLD = "tp-cp-dp-pp"
 
 
 def summed(state: ParallelState, *values: float, axes: str = WORLD) -> list[float]:
-    """Sum numbers in fp64 over the ranks of `axes`; every one of them calls it.
+    """Sum numbers in fp64 over the ranks of `axes`; each of these ranks calls it.
 
-    It is the hosts that agree: none waits for its device, where the group has a backend for CPUs.
+    The hosts agree, and none waits for its device if the group has a CPU backend.
 
     Returns:
         The sums, with the same bits on all ranks.
@@ -30,6 +30,6 @@ def summed(state: ParallelState, *values: float, axes: str = WORLD) -> list[floa
 
 
 def uploaded(values: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers of the host to the device as fp64, which the host does not wait for."""
+    """Copy numbers from the host to the device as fp64, without a wait of the host."""
     there = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
     return there.to(device, non_blocking=True)

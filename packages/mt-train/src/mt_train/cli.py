@@ -76,7 +76,7 @@ class Memory(_OfFile):
 
 @dataclass(kw_only=True)
 class Profile:
-    """Print where the steps of a trace of training.profile go, by section and by operator."""
+    """Print the time of a training.profile trace's steps, by section and by operator."""
 
     trace: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """The trace, such as runs/my/profile/rank_0_steps_10_to_12.json."""
@@ -167,7 +167,7 @@ def _answer(command: _Command, arguments: list[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Let messages of any encoding, or to nobody, be no error."""
+    """Make messages in any encoding, or to a closed stream, no error."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell (`>&-`)
@@ -196,7 +196,7 @@ def _parse(arguments: list[str]) -> _Command:
 
 
 def _options_last(arguments: list[str]) -> list[str]:
-    """Move options behind the words; all but --download take a value. Help stays in front."""
+    """Move options after the words; all except --download take a value. Help stays first."""
     words: list[str] = []
     options: list[str] = []
     rest = iter(arguments)
@@ -274,9 +274,9 @@ def _run_folder(config: Path) -> Path:
 
 
 def _as_rank(work: Callable[[], Outcome], env: DistributedEnv) -> int:
-    """Do a rank's work; what fails alike on every rank is said by one of each node.
+    """Do a rank's work; one rank of each node reports an error that all ranks have.
 
-    Launchers end all ranks as soon as one is gone, so the quiet ones leave a second later.
+    Launchers end all ranks as soon as one has ended, so the silent ranks end a second later.
     """
     from mt_train.data.corpus import OtherRankError
     from mt_train.session.saved import ResumeError

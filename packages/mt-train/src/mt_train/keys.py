@@ -29,9 +29,9 @@ class Key:
 
     Attributes:
         name: Dotted, such as `optimizer.lr`.
-        type: What it takes, in words.
-        default: As it is written in YAML; empty where the key has to be given.
-        meaning: What it does, with its unit.
+        type: Type of the value, in words.
+        default: Default as written in YAML; empty for a required key.
+        meaning: Meaning of the key, with its unit.
     """
 
     name: str
@@ -45,9 +45,9 @@ class Section:
     """A section of the YAML.
 
     Attributes:
-        name: Its key.
-        text: What it is for.
-        keys: Its keys, in the order of the dataclass.
+        name: Key of the section.
+        text: Purpose of the section.
+        keys: Keys in the section, in the order of the dataclass.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Section:
 
 
 def sections() -> tuple[Section, ...]:
-    """Return all sections, as the dataclasses have them."""
+    """Return all sections, from the dataclasses."""
     hints, meanings = hints_of(RunConfig), _docstring(RunConfig)[1]
     kinds = {n: (hint, *get_args(hint)) for n, hint in hints.items()}  # a section may be null
     found = [
@@ -73,10 +73,10 @@ def sections() -> tuple[Section, ...]:
 
 
 def explain(names: list[str]) -> str:
-    """Write what the named sections or keys mean, for a terminal; all without names.
+    """Explain the named sections or keys, for a terminal; all of them without names.
 
     Raises:
-        ConfigError: A name is not known.
+        ConfigError: A name is unknown.
     """
     lines: list[str] = []
     known = {section.name: list(section.keys) for section in sections()}
@@ -116,7 +116,7 @@ def _section(name: str, cls: Any) -> Section:
 
 
 def _keys_of_kinds(section: str) -> Iterator[Key]:
-    """Yield the key that chooses a kind of rows, and those that only some kinds have."""
+    """Yield the key that chooses a kind of rows, and the keys of single kinds."""
     names = [kind.type_name for kind in KINDS]
     texts = [f"`{kind.type_name}`: {_docstring(kind)[0]}" for kind in KINDS]
     yield Key(
@@ -137,7 +137,7 @@ def _keys_of_kinds(section: str) -> Iterator[Key]:
 
 
 def _model_keys(section: str) -> Iterator[Key]:
-    """Yield the fields of a model's configs, which stand beside the section's own keys."""
+    """Yield the fields of a model's configs, which are keys of the section too."""
     for name, (cls, field) in FIELDS.items():
         item = next(each for each in dataclasses.fields(cls) if each.name == field)
         default = "" if item.default is dataclasses.MISSING else _default(item)
@@ -150,7 +150,7 @@ def _model_keys(section: str) -> Iterator[Key]:
 
 
 def _docstring(cls: type) -> tuple[str, dict[str, str]]:
-    """Return the text of a docstring, and the meaning of each `Attributes:`, of its bases too."""
+    """Return the text of a docstring, and the meanings of attributes, also from base classes."""
     text, meanings = "", dict[str, str]()
     for base in reversed(cls.__mro__):
         given = inspect.cleandoc(base.__dict__.get("__doc__") or "")

@@ -37,7 +37,7 @@ from mt_train.training.stages import stage_options
 
 Plan = Recompute | RecomputePlan
 _MIB, _GIB = 2**20, 2**30
-_DEVICES = (24, 40, 80, 141, 192)  # GB of devices that are sold
+_DEVICES = (24, 40, 80, 141, 192)  # GB of commercial devices
 _USABLE = 0.92
 # Plans to advise, the one that recomputes least first, as `training.recompute` takes them.
 _PLANS = {
@@ -84,7 +84,7 @@ class RankMemory:
         weights: Bytes of unsharded parameters.
         gradients: Bytes of the gradient buffers.
         optimizer: Bytes of master weights and moments.
-        items: The most items, such as images, that the rows of a micro-batch have, by their name.
+        items: Largest number of items, such as images, in a micro-batch's rows, by their name.
     """
 
     layers: tuple[range, ...]
@@ -114,13 +114,13 @@ def plans_of(config: RunConfig) -> Mapping[str, Plan]:
 
 
 def count(loaded: LoadedConfig) -> list[RankMemory]:
-    """Count what each rank of the pipeline will hold; those that share its layers hold the same.
+    """Count the memory of each pipeline rank; ranks with the same layers need the same.
 
     Nothing is computed: layers run on tensors without data, with the kernels of a CPU. Rows that
-    may have any number of items, such as images, are made, so that the most of them are known.
+    may have any number of items, such as images, are made to find their largest number.
 
     Raises:
-        ConfigError: The layout does not fit, or the run has what can't be counted.
+        ConfigError: The layout does not fit, or the run has a part that can't be counted.
         DataError: The rows can't be made.
     """
     config, p = loaded.config, loaded.config.parallel
@@ -155,7 +155,7 @@ def _obstacles(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _items(config: RunConfig, model: ModelConfig) -> Mapping[str, int]:
-    """Return the most items of the rows of a micro-batch; the rows' files are read for it."""
+    """Return the largest number of items in a micro-batch's rows, after a read of their files."""
     from mt_tokenizer import load_tokenizer
 
     from mt_train.data.corpus import Corpus, sources_of
@@ -197,7 +197,7 @@ def _rank(run: _Run, plan: PipelinePlan, index: int) -> RankMemory:
 
 @contextmanager
 def _world_of(layout: ParallelLayout, rank: int) -> Iterator[None]:
-    """Be a rank of a world that exchanges nothing."""
+    """Act as a rank of a world without communication."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - makes the backend known
 
     if layout.world_size == 1:
@@ -219,7 +219,7 @@ def _stage(run: _Run, state: ParallelState, layers: range, plan: Plan) -> GPT:
 
 
 def _inputs(run: _Run, stage: GPT) -> tuple[dict[str, Tensor], Tensor | None]:
-    """A micro-batch, and what the stage before hands to this one."""
+    """Return a micro-batch, and the output of the stage before for this stage."""
     batch = batch_of(run.config, stage.state, items=run.items)
     if stage.has_embedding:
         return batch, None
@@ -236,10 +236,10 @@ def _kept(run: _Run, layers: range, plan: Plan) -> dict[str, KeptBytes]:
 
 
 def _flops(run: _Run, layers: Sequence[range], plan: Plan) -> int:
-    """Operations of both passes through layers, of which like ones are counted once."""
+    """Return the operations of both passes through layers; equal layers are counted once."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    chosen = replace(RecomputePlan.of(plan), offload=None)  # which makes nothing again
+    chosen = replace(RecomputePlan.of(plan), offload=None)  # offloading recomputes nothing
     known, total, model = dict[object, int](), 0, run.model
     attending = () if model.retro is None else model.retro.places(model.num_layers)
     for index in chain(*layers):
@@ -260,7 +260,7 @@ def _flops(run: _Run, layers: Sequence[range], plan: Plan) -> int:
 
 
 class _NoSamples:
-    """Data of a run that is not stepped."""
+    """Data of a run without steps."""
 
     def __len__(self) -> int:
         return 1 << 40
@@ -307,7 +307,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 class _Numbers(TorchDispatchMode):
-    """Answers with 1 where Python asks a tensor on `meta` for its value."""
+    """A mode that answers 1 if Python asks a tensor on `meta` for its value."""
 
     def __torch_dispatch__(
         self,
@@ -316,7 +316,7 @@ class _Numbers(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, or answer."""
+        """Run an operation, or answer for it."""
         given = dict(kwargs or {})
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return 1
@@ -361,10 +361,10 @@ def table(loaded: LoadedConfig, ranks: Sequence[RankMemory]) -> str:
 
 
 def verdict(config: RunConfig, ranks: Sequence[RankMemory]) -> list[str]:
-    """Say which devices hold the run's largest rank, and what to change for the next smaller one.
+    """Name the devices that hold the run's largest rank, and a change to fit the next smaller one.
 
-    Devices are known by their names' GB, which are GiB; 8% of them are left for the context of the
-    device, for kernels' workspaces and for fragmentation.
+    The GB in devices' names are GiB; 8% of them are left for the context of the device, for
+    kernels' workspaces and for fragmentation.
     """
     need = {name: max(rank.total(name) for rank in ranks) for name in ranks[0].plans}
     run = need["run"]
@@ -409,7 +409,7 @@ def _listed(sizes: Sequence[int]) -> str:
 def _groups(
     rank: RankMemory, names: Sequence[str]
 ) -> Iterator[tuple[str, list[tuple[str, tuple[int, ...]]]]]:
-    """Rows of like layers together, and of the rest."""
+    """Yield the rows of a table: groups of equal layers, and the rest."""
     of_layer: dict[str, dict[str, tuple[int, ...]]] = {}
     modules = dict.fromkeys(n for name in names for n in rank.plans[name].modules)
     for module in modules:

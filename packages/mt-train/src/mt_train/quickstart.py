@@ -28,7 +28,7 @@ from mt_train.session.run import Outcome, run
 from mt_train.training.hardware import bf16_speedup
 
 _BATCH, _WARMUP = 8, 20  # global_batch_size and warmup of quickstart.yaml
-# Times the speed in fp32; at 1 a step of this model takes a fourth longer, at 2.2 half as long.
+# Factor over the fp32 speed; at 1 a step of this model takes a fourth longer, at 2.2 half as long.
 _FAST_BF16 = 1.5
 _PROMPT = "class Queue:\n    def __init__(self"
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "PET_", "GROUP_")
@@ -60,7 +60,7 @@ def load_quickstart(
 
 
 def _has_fast_bf16() -> bool:
-    """Tell whether a step in bf16 is faster than in fp32 here.
+    """Return whether a step in bf16 is faster than in fp32 on this machine.
 
     Other operations are slower in bf16, so matrix products need to be clearly faster.
     """
@@ -68,7 +68,7 @@ def _has_fast_bf16() -> bool:
 
 
 def quickstart(loaded: LoadedConfig, env: DistributedEnv, out: Path) -> Outcome:
-    """Train, compare with lzma and bz2, generate a sample and say what to try next."""
+    """Train, compare with lzma and bz2, generate a sample, and suggest the next commands."""
     outcome = run(loaded, env, out)
     final = outcome.evaluation
     if final is None or env.rank != 0:
@@ -109,7 +109,7 @@ def next_commands(out: Path) -> list[list[str]]:
 
 
 def _generate(out: Path) -> str | None:
-    """Generate with mt-infer where it is installed; apps do not import each other."""
+    """Generate with mt-infer if it is installed; apps do not import each other."""
     command = shutil.which("mt-infer", path=str(Path(sys.executable).parent)) or shutil.which(
         "mt-infer"
     )

@@ -10,6 +10,6 @@ class ExchangeError(UserError, ValueError):
 
 
 class NotFiniteError(ExchangeError):
-    """A weight that was read is not finite."""
+    """A weight in a file is not finite."""
 
     exit_status = 1

@@ -34,7 +34,7 @@ def write_values(config: object, names: Names) -> dict[str, Any]:
 def model_values(given: Any) -> dict[str, Any]:
     """Return the values of `ModelConfig` that most families have under the same names.
 
-    An `initializer_range` of 0, of a model that was never initialised here, means the default.
+    An `initializer_range` of 0, in a model that was not initialised randomly, means the default.
     """
     init_std = given.initializer_range or StackConfig.init_std
     return read_values(given, _MODEL, init_std=init_std)

@@ -148,7 +148,7 @@ def open_adapted(
 
     Raises:
         ExchangeError: The base is missing, has changed, or has other layers.
-        CheckpointError: The base is a step that is damaged.
+        CheckpointError: The base is a damaged step.
     """
     from mt_ckpt import RunFolder, open_arrays
 

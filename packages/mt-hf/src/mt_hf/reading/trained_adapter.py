@@ -35,13 +35,13 @@ def read_adapter(
 ) -> dict[str, Tensor]:
     """Read the matrices of a PEFT folder, to go on with the training of its adapters.
 
-    It is the inverse of `export_adapter`: each matrix of a fused layer has an A of its own.
+    It is the inverse of `export_adapter`: each matrix of a fused layer has its own A.
 
     Args:
         folder: Folder with adapter_config.json and adapter_model.safetensors.
         config: Config of the model.
-        lora: The model's adapters. Their rank and layers are those of the folder; another `alpha`
-            is made up for in B.
+        lora: The model's adapters, with the rank and layers of the folder; a different `alpha` is
+            compensated in B.
         family: Name of the model's family; by default the first with such a model.
 
     Returns:
@@ -49,8 +49,8 @@ def read_adapter(
         `layers.0.mixer.qkv.lora.a`, in fp32 or wider.
 
     Raises:
-        ExchangeError: The folder has other layers or ranks than the model, or what `read_lora` does
-            not read, adapters of experts (`target_parameters`) excepted.
+        ExchangeError: The folder has other layers or ranks than the model, or content that
+            `read_lora` does not read, except adapters of experts (`target_parameters`).
         FileError: A file can't be read.
     """
     known, _ = find_family(config, family)

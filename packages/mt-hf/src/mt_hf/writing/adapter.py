@@ -94,7 +94,7 @@ def export_adapter(
 
 @dataclass
 class _Written:
-    """What is written of a model's adapters.
+    """The content of a written adapter folder.
 
     Attributes:
         family: The model's family.
@@ -143,7 +143,7 @@ class _Written:
         rows: Tensor,
         matrices: tuple[Tensor, Tensor],
     ) -> None:
-        """Add the rows of a part that are in a linked layer, if there are any."""
+        """Add the rows of a part that belong to a linked layer, if there are any."""
         whole, outs, ins = sources_of(link, shape, cut)
         box = inside(link.area(shape), tuple((0, size) for size in shape))
         place = torch.full((prod(shape[:cut]),), -1)

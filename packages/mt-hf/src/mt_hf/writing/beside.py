@@ -42,7 +42,7 @@ def files_beside(tokenizer: Tokenizer, like: Path | None, run: Path) -> dict[str
 
     Args:
         tokenizer: Tokenizer of the training.
-        like: Folder whose files are copied; None for none.
+        like: Folder of the files to copy; None without such a folder.
         run: Folder of the run, which has a chat template if it learnt conversations.
 
     Returns:

@@ -104,8 +104,8 @@ def kept_choices(
 def _without_noise(weights: Tensor) -> Tensor:
     """Round to 16 bits, and scale by a constant.
 
-    Tokens that are alike, such as the first ones of two texts, have equal weights but for rounding,
-    whose sign depends on the layout; their order must not.
+    Equal tokens, such as the first ones of two texts, have equal weights except for rounding. The
+    sign of the rounding depends on the layout; the order of the tokens must not.
     """
     mantissa, exponent = torch.frexp(weights.float() if weights.itemsize < 4 else weights)
     return torch.ldexp((mantissa * 2**16).round(), exponent)

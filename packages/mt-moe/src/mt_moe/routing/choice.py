@@ -38,7 +38,7 @@ class RouterOptions:
         group_top: Number of highest scores summed to a group's score; None is
             `top_k // top_groups`. DeepSeek-V3 has 2, DeepSeek-V2 1.
         sinkhorn: Number of iterations of a Sinkhorn normalisation that decides the choice in
-            training; 0 is none. Weights are still those of the scores.
+            training; 0 is none. The weights still come from the scores.
         jitter: Largest relative change of the router's input in training.
         linear_bias: Give the logits a trained bias (GPT-OSS).
         expert_bias: Options of a bias that only affects the choice and has no gradient; None is no

@@ -54,7 +54,7 @@ class ExpertBias(nn.Module):
         num_experts: Number of experts.
         top_k: Number of experts per token.
         options: See `BiasOptions`.
-        bounded: Whether scores are below 1, as those of softmax and sigmoid are.
+        bounded: Whether scores are below 1, as with softmax and sigmoid.
         device: Device of the buffers.
 
     Attributes:

@@ -111,7 +111,7 @@ class Orthogonalization:
         Args:
             x: The matrix, or this rank's rows or columns of it.
             group: The ranks with the other rows or columns; Gram matrices are summed over it.
-            split: Which it is, "rows" or "columns".
+            split: Form of this rank's part, "rows" or "columns".
 
         Shape:
             x: [rows, columns]. The result has the same.

@@ -22,9 +22,9 @@ _ALIGN = 64  # bytes, at which every tensor of a buffer starts
 def choose_offloaded(numels: Sequence[int], target: float) -> list[int]:
     """Choose whole shards with about `target` elements together.
 
-    The largest come first, as long as they fit. If the smallest of the others brings the sum closer
-    to the target, it is taken as well. So the error is at most half of the smallest shard that was
-    not chosen.
+    The largest shards come first, as long as they fit. If the smallest remaining shard brings the
+    sum closer to the target, it is taken too. So the error is at most half of the smallest shard
+    that was not chosen.
 
     Args:
         numels: Number of elements of each shard.

@@ -21,12 +21,12 @@ _SCALE = "_scale"
 
 
 class MomentStorage:
-    """Keeps the moments of a state in a format; rules see them in the masters' dtype.
+    """Storage of a state's moments in a format; rules see them in the masters' dtype.
 
-    fp16 and fp8 (e4m3) have a power-of-two scale for each 256 elements in memory order, as
-    gradients, and even more their squares, are far below the range of these formats. Storing a
-    value that was read does not change it. The square of a small gradient never becomes zero, which
-    would make the step of Adam infinite: it becomes the smallest number of its block.
+    fp16 and fp8 (e4m3) have a power-of-two scale for each 256 elements in memory order, since
+    gradients, and even more their squares, are far below the range of these formats. A value that
+    is read and stored again does not change. The square of a small gradient never becomes zero,
+    which would make the step of Adam infinite: it becomes the smallest number of its block.
 
     Args:
         name: full (as the masters), fp32, bf16, fp16 or fp8.

@@ -20,12 +20,13 @@ class LayoutWriter:
     """Layout in which a folder of Hugging Face stores quantised layers.
 
     Attributes:
-        describe: Returns the `quantization_config` of layers by name (pairs of a `WeightFormat` and
-            an `InputFormat` or None), the `KVFormat` of keys and values or None, and the names of
-            matrices that are kept.
-        write: Returns the tensors of a layer, by the last part of their names.
+        describe: Function of layers by name (pairs of a `WeightFormat` and an `InputFormat` or
+            None), the `KVFormat` of keys and values or None, and the names of unquantised matrices;
+            it returns the `quantization_config`.
+        write: Function that returns the tensors of a layer, by the last part of their names.
         kv_names: The layout's own names for the scales of keys and values.
-        files: Returns the files beside config.json, by name, from the `quantization_config`.
+        files: Function that returns the files beside config.json, by name, from the
+            `quantization_config`.
     """
 
     describe: Callable[..., dict[str, Any]]

@@ -69,7 +69,7 @@ def interleaved(
 
 
 def _group_sizes(stages: int, microbatches: int) -> list[int]:
-    """Return the valid values of N: from p to m, with a last group that is empty or at least p."""
+    """Return the valid values of N: from p to m, with a last group of zero or at least p."""
     return [
         size
         for size in range(stages, microbatches + 1)

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 PATH, MODEL, STORED = "path", "model", "stored"  # keys of a field's metadata
 Dtype: TypeAlias = Literal["fp64", "fp32", "bf16", "fp16"]
 
-# Beyond what anybody trains, and small enough that products of them stay plain 64-bit numbers.
+# Larger than any real training, and small enough that their products stay plain 64-bit numbers.
 MAX_STEPS, MAX_RANKS, MAX_LENGTH = 10**9, 1 << 20, 1 << 27
 
 
@@ -19,9 +19,9 @@ def path_field(*endings: str, is_model: bool = False, stored: bool = False) -> A
     """Declare an optional path field, whose value is relative to the YAML file.
 
     Args:
-        endings: Suffixes of the files that need to exist; "" is the path itself.
-        is_model: Whether the id of a model of the Hugging Face hub may stand there.
-        stored: Whether a URL of an object store may stand there.
+        endings: Suffixes of the files that must exist; "" is the path itself.
+        is_model: Whether the value may be the id of a model of the Hugging Face hub.
+        stored: Whether the value may be a URL of an object store.
     """
     return field(default=None, metadata={PATH: endings, MODEL: is_model, STORED: stored})
 

@@ -58,7 +58,7 @@ _ELSEWHERE = {"max_sequence_length": "training.sequence_length"}
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A checked configuration that can still say where each field was written.
+    """A checked configuration that knows where each field was written.
 
     Attributes:
         config: The run; its paths are absolute.
@@ -72,7 +72,7 @@ class LoadedConfig:
     _document: Document
 
     def error(self, field: str, text: str) -> ConfigError:
-        """Make the error for one field found wrong later (world size, a missing file)."""
+        """Make the error for a field that is found wrong later (world size, a missing file)."""
         return ConfigError([_problem(self._document, field, text)])
 
     def model(self, vocab_size: int) -> ModelConfig:
@@ -178,7 +178,7 @@ class LoadedConfig:
         self.check_layout(self.model(planned_vocab_size(self)), layout)
 
     def check_layout(self, model: ModelConfig, layout: ParallelLayout) -> None:
-        """Check what joins model, batch and layout.
+        """Check that model, batch and layout fit together.
 
         Raises:
             ConfigError: Everything that does not fit.
@@ -195,7 +195,7 @@ def _problem(document: Document, path: str, text: str) -> FieldProblem:
 
 
 def _bound_problem(document: Document, found: FieldProblem) -> FieldProblem:
-    """Return a problem of the binder; an unknown key of `data` may be one of another kind."""
+    """Return a problem of the binder; an unknown key of `data` may belong to another kind."""
     section, _, key = found.path.partition(".")
     text, data = found.text, document.root.get("data")
     if section == "data" and text.startswith("unknown key") and isinstance(data, dict):
@@ -257,7 +257,7 @@ def load_config(
 
 
 class _Paths:
-    """Makes the paths of sections absolute, and notes those that do not exist."""
+    """A resolver that makes the paths of sections absolute, and notes missing ones."""
 
     def __init__(
         self, document: Document, folder: Path, problems: list[FieldProblem], *, download: bool
@@ -302,7 +302,7 @@ class _Paths:
         return dataclasses.replace(data, **changes)
 
     def pretrained(self, model: Any, data: Any) -> dict[str, Any]:
-        """Resolve the folder that the model is of, and take its tokenizer where none is named."""
+        """Resolve the folder of the model, and take its tokenizer if no other is named."""
         folder = self._model_folder("model.from", model.from_)
         sections: dict[str, Any] = {"model": dataclasses.replace(model, from_=folder)}
         if any(problem.path == "model.from" for problem in self._problems):
@@ -339,7 +339,7 @@ class _Paths:
             return folder
 
     def check_offload(self, optimizer: OptimizerSection) -> None:
-        """Report an `offload_dir` whose path is no folder."""
+        """Report an `offload_dir` that is not a folder."""
         folder = Path(optimizer.offload_dir or ".")
         if folder.exists() and not folder.is_dir():
             text = f"{shorten(optimizer.offload_dir, 200)} is no folder; write one"
@@ -368,7 +368,7 @@ class _Paths:
         return dataclasses.replace(section, **paths) if paths else section
 
     def _check_glob(self, folder: Path, glob: str) -> None:
-        """Note a glob that no file of a corpus folder matches, and what would match some."""
+        """Note a glob that matches no file of a corpus folder, and suggest a glob that does."""
         try:
             if not folder.is_dir():
                 return
@@ -441,9 +441,9 @@ def _model_of_folder(
 
 
 def planned_vocab_size(loaded: LoadedConfig) -> int:
-    """Return the size of the tokenizer: the given one's, or the one to be trained.
+    """Return the vocabulary size of the given tokenizer, or of the one to train.
 
-    Token files without a tokenizer have the size that the model states.
+    For token files without a tokenizer it is the size in the section `model`.
 
     Raises:
         ConfigError: The file is no tokenizer.

@@ -1,4 +1,4 @@
-"""What in a run's configuration does not fit its model, its batch or the layout."""
+"""Settings of a run that do not fit its model, its batch or the layout."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:  # checking a file takes no torch
 _MAX_SCHEDULE = 1 << 20  # forward passes of one step over all stages
 # Forms with a backward of their own, which refuse a compiler.
 _EAGER_KERNELS = (("norm", "cpu"), ("activation", "torch"), ("rope", "torch"))
-_SHARED_ATTENTION = ("auto", "tiles", "reference")  # of ranks that share sequences
+_SHARED_ATTENTION = ("auto", "tiles", "reference")  # for ranks that share sequences
 
 
 def layout_misfits(
     config: RunConfig, model: ModelConfig, layout: ParallelLayout
 ) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) of what does not fit the layout."""
+    """Yield (field, text) of each setting that does not fit the layout."""
     training = config.training
     per_step = training.micro_batch_size * layout.dp
     if training.global_batch_size % per_step:
@@ -66,7 +66,7 @@ def layout_misfits(
 def _split_misfits(
     replicas: int, model: ModelConfig, layout: ParallelLayout
 ) -> Iterator[tuple[str, str]]:
-    """Yield what ranks can't share evenly: replicas, experts, tensors."""
+    """Yield the sizes that ranks can't share evenly: replicas, experts, tensors."""
     ranks, edp = layout.dp * layout.cp, layout.size("edp")
     if ranks % replicas:
         text = f"{replicas} does not divide parallel.dp {layout.dp} x parallel.cp {layout.cp} = "
@@ -86,7 +86,7 @@ def _split_misfits(
 
 
 def clipped_heads(model: ModelConfig) -> list[int]:
-    """Return the key heads of each layer; 0 where scores do not grow with the weights."""
+    """Return the number of key heads of each layer; 0 if scores do not grow with the weights."""
     mixers = (layer.mixer for layer in model.all_layers)
     return [0 if mixer is None else mixer.clipped_heads for mixer in mixers]
 
@@ -94,7 +94,7 @@ def clipped_heads(model: ModelConfig) -> list[int]:
 def _pipeline_misfits(
     config: RunConfig, model: ModelConfig, ranks: int, microbatches: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield why the schedule can't be made, before it is."""
+    """Yield the reasons why the schedule can't be made, before making it."""
     training, num_layers = config.training, model.num_layers
     stages = ranks * (config.pipeline.chunks or 1)
     if stages <= num_layers and microbatches * stages > _MAX_SCHEDULE:
@@ -118,7 +118,7 @@ def _pipeline_misfits(
 def _context_misfits(
     parallel: ParallelSection, model: ModelConfig, layout: ParallelLayout
 ) -> Iterator[tuple[str, str]]:
-    """Yield what does not fit the ranks that share a sequence."""
+    """Yield settings that do not fit the ranks that share a sequence."""
     algorithms = parallel.cp_algorithms(model.num_layers)
     if len(algorithms) != model.num_layers:
         text = f"{len(algorithms)} algorithms for {model.num_layers} layers; give one for each"

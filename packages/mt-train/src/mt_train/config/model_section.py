@@ -15,15 +15,15 @@ _OWN = ("preset", "vocab_size", "vocab_multiple", "dropout", *SHORT_FORMS)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    """The model: a preset, single fields over it, all fields without a preset, or a list of layers.
+    """The model: a preset, with changed fields or not, all fields without one, or a list of layers.
 
     Every field of the model, its layers, attention, MLP and norm is a key too and holds for all
     layers. A key left at null comes from the preset, or else has its default.
 
     Attributes:
         from_: Folder of Hugging Face transformers: the model that its config.json describes, with
-            its weights where the run starts anew, and its tokenizer for a corpus. Only
-            `vocab_multiple`, `dropout`, `kernels` and `retro`, whose parts are new, go with it.
+            its weights for a new run, and its tokenizer for a corpus. Only `vocab_multiple`,
+            `dropout`, `kernels` and `retro`, whose parts are new, go with it.
         preset: Named shape of mt-model, such as `gpt2` or `llama3.2-1b`.
         vocab_size: Number of tokens that the model knows; by default the tokenizer's size, rounded
             up to a multiple of 128.
@@ -33,8 +33,8 @@ class ModelSection:
         dropout: Probability of dropping an element of embedding, attention or feed-forward outputs;
             0 by default, and with `from` the value of config.json.
         num_layers: Number of equal layers.
-        layer: One layer, `{mixer: {...}, feed_forward: {...}}`, with fields of the layer beside
-            them; what it leaves out comes from the other keys.
+        layer: One layer, `{mixer: {...}, feed_forward: {...}}`, with other fields of the layer;
+            missing fields come from the other keys.
         layers: Layers in order, in place of `num_layers`: a list of mappings like `layer`, each
             with a `repeat`. A mixer of `type: mamba2`, `mla` or `gateddeltanet` has the fields of
             mt-model's `Mamba2Config`, `MLAConfig` or `GatedDeltaNetConfig`.
@@ -43,14 +43,14 @@ class ModelSection:
         bias: Biases of all projections of the layers; `qkv_bias` and `out_bias` follow it. False
             by default.
         moe: Mixture of experts in place of every MLP: mt-model's `MoEConfig`, such as
-            `{num_experts: 8, top_k: 2, aux_loss: 0.01}`, with experts as wide as `ffn_size` where
-            it names no other width; none by default.
+            `{num_experts: 8, top_k: 2, aux_loss: 0.01}`, with experts as wide as `ffn_size` unless
+            it names another width; none by default.
         kernels: Kernels of each operation: `auto` takes the fastest measured one on the device,
             `fused` takes mt-fusions' kernels for norms, residuals, activations, rope and loss,
             `reference` takes plain PyTorch; or a mapping with the fields of mt-model's `Kernels`,
-            such as `{attention: sdpa, norm: fused}`. A run whose named kernel can't serve ends with
-            the reason. The numbers stay the same but for rounding, and a run may continue with
-            other kernels.
+            such as `{attention: sdpa, norm: fused}`. If a named kernel can't serve, the run ends
+            with the reason. The numbers stay the same except for rounding, and a run may continue
+            with other kernels.
         fields: Other keys, by their names.
     """
 
@@ -88,7 +88,7 @@ class ModelSection:
         checks.done()
 
     def _bind_fields(self, checks: Checks) -> None:
-        """Give the other keys the types of the fields that they stand for."""
+        """Convert the other keys to the types of their fields."""
         values: dict[str, Any] = {}
         for name, value in self.fields.items():
             if name not in FIELDS:

@@ -1,4 +1,4 @@
-"""Names that other frameworks have for our keys, for hints and for the page of keys."""
+"""Names of our keys in other frameworks, for hints and for the page of keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def other_names() -> dict[str, str]:
 
 
 def hinted(path: str, text: str) -> str:
-    """Return the text of a problem, for an unknown key with the name that it has here."""
+    """Return the text of a problem; for an unknown key with the key's name in mt-train."""
     name = path.rpartition(".")[2].replace("-", "_")
     told = other_names().get(name) if text.startswith(_UNKNOWN) else None
     return text if told is None else f"{_UNKNOWN}. Use {told}"

@@ -12,27 +12,27 @@ from mt_train.config.limits import MAX_RANKS, Dtype, listed
 
 ContextAlgorithm: TypeAlias = Literal["ring", "all_gather", "ulysses", "hierarchical"]
 
-_MAX_PREFETCH = 4096  # as many as a model has layers
+_MAX_PREFETCH = 4096  # the largest number of layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """How many ranks share what. Their product is the number of processes.
+    """Numbers of ranks along the axes of parallelism; their product is the number of processes.
 
     Attributes:
         tp: Tensor parallel: ranks that share each layer's weights.
         pp: Pipeline parallel: ranks that hold different layers.
-        dp: Data parallel: ranks with batches of their own; by default what the processes leave
-            over.
+        dp: Data parallel: ranks with different batches; by default the number of processes divided
+            by the other axes.
         cp: Context parallel: ranks that share each sequence.
-        cp_algorithm: How attention reaches the keys of the other cp ranks: `ring`, `all_gather`,
+        cp_algorithm: Way of attention to the keys of the other cp ranks: `ring`, `all_gather`,
             `ulysses` (swaps heads) or `hierarchical` (swaps heads among `cp_inner` neighbours, ring
             between them). One for all layers, or a list with one for each.
         cp_inner: Neighbours of the hierarchical algorithm; divides `cp`.
         ep: Expert parallel: ranks that share the experts of a layer. They are ranks of `tp`, `cp`
             and `dp` together, which it divides with `etp`.
-        etp: Ranks that share each expert's weights; by default `tp`, or 1 where `ep` is above 1.
-        order: Which axes have neighbouring ranks, the first most.
+        etp: Ranks that share each expert's weights; by default `tp`, or 1 if `ep` is above 1.
+        order: Order of the axes; ranks along the first axis are the nearest neighbours.
         sequence_parallel: Split the activations between the tensor-parallel regions over the
             sequence; saves memory for the same traffic.
         bucket_size: Elements of a gradient bucket; each is reduced as soon as it is full.
@@ -83,30 +83,31 @@ class DataParallelSection:
 
     Attributes:
         strategy: `none` (everything is on every rank), `optimizer` (ZeRO-1: each rank has its
-            part of the optimizer's state and masters, and steps that), `optimizer_gradients`
-            (ZeRO-2: of the gradients too, with a reduction per micro-batch) or `full` (ZeRO-3: of
-            the parameters too, which are fetched layer by layer). The numbers stay the same.
+            part of the optimizer's state and masters, and steps it), `optimizer_gradients` (ZeRO-2:
+            each rank has its part of the gradients too, with a reduction per micro-batch) or `full`
+            (ZeRO-3: also its part of the parameters, which are fetched layer by layer). The numbers
+            stay the same.
         replicas: Number of replica groups (HSDP): state is sharded within a group, and the groups
             hold copies of each other, which needs less traffic between distant ranks and more
             memory. Divides `parallel.dp` x `parallel.cp`.
         overlap: Sum gradients while backward still runs. The numbers stay the same.
-        prefetch: With strategy `full`, layers whose parameters are fetched while the one before
-            them runs. With `optimizer` and `optimizer_gradients`, 0 waits for the parameters after
-            a step; above 0 each layer's forward waits for its own. By default 1, or 0 with
-            `training.compile` and a schedule of dualpipe, or `training.cuda_graphs`.
+        prefetch: With strategy `full`, number of layers whose parameters are fetched while the
+            layer before them runs. With `optimizer` and `optimizer_gradients`, 0 waits for the
+            parameters after a step; above 0 each layer's forward waits for its own. By default 1,
+            or 0 with `training.compile` and a schedule of dualpipe, or `training.cuda_graphs`.
         grad_dtype: Dtype of gradient accumulation on each rank; by default fp32 (fp64 for fp64).
         reduce_dtype: Dtype of gradients on their way between ranks; by default `grad_dtype`.
-        local_sum: Send each rank the addends of its part, which it adds in fp32, rather than have
-            them added on the way: one rounding to `reduce_dtype` however many ranks there are.
-        pad_for_bandwidth: Pad every collective to a multiple of 65536 elements, as some networks
-            like it.
-        shard_dtype: What a rank keeps of the parameters and steps: `fp32` with `training.dtype`
-            bf16 makes its part its master weights, without another copy. By default
-            `training.dtype`. Not with strategy `none`.
+        local_sum: Send each rank the addends of its part, which it adds in fp32, instead of adding
+            them on the way: one rounding to `reduce_dtype` for any number of ranks.
+        pad_for_bandwidth: Pad every collective to a multiple of 65536 elements, which is faster on
+            some networks.
+        shard_dtype: Dtype of a rank's part of the parameters, which it steps: `fp32` with
+            `training.dtype` bf16 makes the part its master weights, without another copy. By
+            default `training.dtype`. Not with strategy `none`.
         offload: Keep that part, and its gradients, in the host's memory, where they are stepped.
             Not with strategy `none`.
-        unused: What happens to parameters that no micro-batch of a rank gave a gradient: `error`
-            names them, `zero` takes it as zero.
+        unused: Treatment of parameters without a gradient from any micro-batch of a rank: `error`
+            names them, `zero` takes the gradient as zero.
     """
 
     strategy: Literal["none", "optimizer", "optimizer_gradients", "full"] = "none"
@@ -142,7 +143,7 @@ class DataParallelSection:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSection:
-    """How micro-batches move through the pipeline ranks.
+    """Schedule of micro-batches on the pipeline ranks.
 
     Attributes:
         schedule: A schedule of mt-schedule: gpipe, 1f1b, interleaved, bfs, zb-h1, zb-h2, zb-v,
@@ -151,8 +152,8 @@ class PipelineSection:
         microbatches: Micro-batches per step and rank; only checked against the batch sizes.
         layout: Places the layers by hand, as in `Et|tt|tt|tL`: `E` the embedding, `t` a layer, `L`
             the head and the loss.
-        chunks: Stages on each rank, of `interleaved` and `bfs`.
-        group: Micro-batches that pass one stage before the rank turns to its next, of
+        chunks: Stages on each rank, for `interleaved` and `bfs`.
+        group: Micro-batches that pass one stage before the rank turns to its next stage, for
             `interleaved`.
     """
 

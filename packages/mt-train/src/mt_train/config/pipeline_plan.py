@@ -1,4 +1,4 @@
-"""The schedule of a run's pipeline, and which layers each stage has."""
+"""The schedule of a run's pipeline, and the layers of each stage."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PipelinePlan:
     """A schedule, and the layers of each stage of the model.
 
     Attributes:
-        schedule: For this number of ranks and micro-batches.
-        layers: Global layer indices of each stage, in the order the data takes.
+        schedule: Schedule for this number of ranks and micro-batches.
+        layers: Global layer indices of each stage, in the order of the data's path.
     """
 
     schedule: Schedule
@@ -81,7 +81,7 @@ def plan_pipeline(
 
 
 def _check_size(section: PipelineSection, ranks: int, microbatches: int, num_layers: int) -> None:
-    """Refuse, before a schedule is made, what would have more actions than anybody runs."""
+    """Refuse unrealistically many actions before a schedule is made."""
     field, text = "", ""
     if ranks > num_layers:
         field = "parallel.pp" if section.stages is None else "pipeline.stages"

@@ -1,4 +1,4 @@
-"""The key `training.profile`: which steps of a run to trace."""
+"""The key `training.profile`: the steps of a run to trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Profile:
 
     Attributes:
         steps: First and last step of the trace.
-        ranks: Ranks that write one.
+        ranks: Ranks that write a trace.
     """
 
     steps: tuple[int, int]

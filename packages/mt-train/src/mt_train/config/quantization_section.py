@@ -27,7 +27,7 @@ class QuantizationSection:
 
     @property
     def given(self) -> str | None:
-        """The recipe or the file; None where nothing is rounded."""
+        """The recipe or the file; None if nothing is rounded."""
         return self.config if self.recipe is None else self.recipe
 
     def __post_init__(self) -> None:

@@ -27,7 +27,7 @@ from mt_train.config.profile_section import Profile
 from mt_train.config.quantization_section import QuantizationSection
 
 _MAX_BATCH = 10**7
-_MAX_TOKENS = 1 << 32  # of one micro-batch
+_MAX_TOKENS = 1 << 32  # tokens of one micro-batch
 _IN_PARTS = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe", "dualpipe-v")
 _BITS = {"fp16": 16, "bf16": 16, "fp32": 32, "fp64": 64}
 _TIME = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) ?(s|min|h)", re.ASCII)
@@ -46,18 +46,18 @@ class TrainingSection:
         sequence_length: Tokens per sequence.
         dtype: Dtype of weights and activations. `bf16` and `fp16` keep fp32 master weights; `fp16`
             needs `optimizer.loss_scale`.
-        loss_mean: Mean that the objective takes: `tokens` weighs all labels of a step alike;
+        loss_mean: Mean of the objective: `tokens` weighs all labels of a step alike;
             `micro-batches` weighs all micro-batches alike, by the mean over their labels, so that
             the numbers depend on `micro_batch_size`. Metrics always report the mean over tokens.
         grad_clip: Largest norm of the gradient; a larger gradient is scaled down.
         seed: Seed of initial weights, data order and dropout. Seed and step are the whole random
             state.
-        time_budget: Seconds of training after which the run ends, however many steps are done. The
-            learning rate follows whichever of steps and time is further, so that a slow machine
+        time_budget: Seconds of training after which the run ends, after any number of steps. The
+            learning rate follows steps or time, whichever is further, so that a slow machine
             anneals too.
-        freeze: Globs of parameters, or of parts of the model, that are not trained, such as
+        freeze: Globs of parameters, or of parts of the model, to leave untrained, such as
             `embedding`, `layers.0`, `images.tower` or `*norm.weight`; `*` matches dots too. They
-            have no optimizer state, and no gradient where none is needed.
+            have no optimizer state, and no gradient unless another parameter needs it.
         compile: Compile layers with torch.compile; equal layers share one compilation.
         cuda_graphs: Capture CUDA graphs: of each `layer`, or in a `step` of a micro-batch's whole
             forward and backward on this rank's stage, and of the optimizer's step. On a CPU they
@@ -135,7 +135,7 @@ class EvaluationSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """When to save, how many to keep, and what to start from.
+    """Saves of a run, the checkpoints to keep, and the checkpoint to start from.
 
     A run saves at its end, and when it is stopped. Its own folder is always continued.
 
@@ -144,21 +144,21 @@ class CheckpointSection:
             null saves at the end only.
         keep: Number of checkpoints to keep. null keeps all saves by steps, and the newest two saves
             by time.
-        keep_every: Also keep the steps that are multiples of this, such as 10,000.
+        keep_every: Also keep every step divisible by this number, such as 10,000.
         async_: Save in the background: training waits only for a copy of the weights and moments in
             the memory of the host, and a thread writes it. The next save, and the end of the run,
             wait for it.
         copy_every: Number of steps between copies of the state in the memory of this rank's node
             and of the next one. If ranks or a node are lost, the same command goes on from the
             newest copy. null makes none.
-        copy_dir: Folder in each node's memory for these copies, which take four times what the
-            node's ranks write to a checkpoint.
+        copy_dir: Folder in each node's memory for these copies, which take four times the bytes
+            that the node's ranks write to a checkpoint.
         dir: Folder for the checkpoints of this run alone; by default `checkpoints` in its folder.
             It may be a URL of an object store, such as `s3://bucket/my/checkpoints`; everything
             else of the run stays in its folder.
         load: Run folder or step folder of another run to start from; in an object store, the URL of
             its folder of checkpoints or of a step.
-        load_mode: `continue` goes on where that run was; `weights` takes its model alone, for other
+        load_mode: `continue` goes on where that run was; `weights` takes only its model, for other
             data, another length or another optimizer, and starts at step 0.
     """
 
@@ -194,18 +194,18 @@ class CheckpointSection:
 
     @property
     def every_steps(self) -> int | None:
-        """Steps from one save to the next, where `every` counts steps."""
+        """Steps from one save to the next, if `every` counts steps."""
         return self.every if isinstance(self.every, int) else None
 
     @property
     def every_seconds(self) -> float | None:
-        """Seconds from one save to the next, where `every` is a time."""
+        """Seconds from one save to the next, if `every` is a time."""
         match = _TIME.fullmatch(self.every) if isinstance(self.every, str) else None
         return None if match is None else float(match[1]) * _SECONDS[match[2]]
 
     @property
     def kept(self) -> int | None:
-        """How many checkpoints stay; None for all."""
+        """Number of checkpoints to keep; None for all."""
         return 2 if self.keep is None and self.every_seconds is not None else self.keep
 
 
@@ -215,9 +215,9 @@ class ExportSection:
 
     Attributes:
         hugging_face: Folder for Hugging Face transformers with the weights of the last step; it
-            is new or empty, or holds what an earlier end of this run exported. The tokenizer and
-            further fields of config.json come from the folder of `model.from`, where there is one.
-            Adapters (`lora`) are added to the weights of their base.
+            is new or empty, or has an earlier export of this run. The tokenizer and further fields
+            of config.json come from the folder of `model.from`, if there is one. Adapters (`lora`)
+            are added to the weights of their base.
         adapter: Folder for Hugging Face PEFT with the adapters of the last step, likewise.
         family: Family name in transformers; by default the family of `model.from`, or the first one
             with such a model.
@@ -264,7 +264,7 @@ class LoggingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run. Problems that join two sections are named by their dotted field.
+    """A whole run. Problems between two sections are named by a dotted field.
 
     Attributes:
         model: The model.
@@ -272,7 +272,7 @@ class RunConfig:
         training: Length, batch and numerics.
         precision: Low precision for linear layers.
         quantization: Quantisation-aware training.
-        lora: Low-rank adapters, which alone are trained.
+        lora: Low-rank adapters; nothing else is trained.
         distillation: Teacher to learn from.
         optimizer: The optimizer and its schedule.
         parallel: Number of ranks along each axis.
@@ -282,8 +282,8 @@ class RunConfig:
         checkpoint: Saves, and the checkpoint to start from.
         export: Export for other programs.
         logging: Reports.
-        plugins: Python files with kinds of layers and of rows of your own, such as
-            `[my_mixer.py]`, relative to the YAML file. They are executed on every rank.
+        plugins: Python files with your own kinds of layers and of rows, such as `[my_mixer.py]`,
+            relative to the YAML file. They are executed on every rank.
     """
 
     model: ModelSection
@@ -351,7 +351,7 @@ class RunConfig:
             yield "evaluation.micro_batch_size", text
 
     def _tokenizers(self) -> Iterator[tuple[str, str]]:
-        """Yield what needs a tokenizer, where there is none."""
+        """Yield settings that need a tokenizer, if there is none."""
         data = self.data
         if data.tokenizer is not None or self.model.from_ is not None:
             return
@@ -364,7 +364,7 @@ class RunConfig:
             yield "data.eod", text + "out, or name the tokenizer"
 
     def _saves(self) -> Iterator[tuple[str, str]]:
-        """Yield what saves in the background do not go with."""
+        """Yield settings that do not go with saves in the background."""
         if self.checkpoint.async_ and self.parallel.check_timeout is not None:
             text = "saves in the background communicate beside training, and "
             text += (
@@ -401,7 +401,7 @@ class RunConfig:
             yield "optimizer.masters", text
 
     def _adapters(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not go with low-rank adapters."""
+        """Yield settings that do not go with low-rank adapters."""
         if self.lora is None:
             if self.export.adapter is not None:
                 yield "export.adapter", "needs lora, the adapters to write; leave it out"
@@ -430,7 +430,7 @@ class RunConfig:
                 yield "lora.dropout", f"{self.lora.dropout} does not go with {text}, or dropout 0"
 
     def _base_format(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not go with frozen weights as codes."""
+        """Yield settings that do not go with frozen weights as codes."""
         if self.lora is None or self.lora.base_format is None:
             return
         why = f"does not go with lora.base_format {self.lora.base_format}, whose "
@@ -483,14 +483,14 @@ class RunConfig:
 
     @property
     def waits_for_whole_parameters(self) -> bool:
-        """Whether forwards can't begin while parameters are on their way.
+        """Whether forwards can't begin before all parameters have arrived.
 
-        Modules of a layer wait for them each, but not in the graph of a part of the layer.
+        Each module of a layer waits for its parameters, but not in the graph of a part of a layer.
         """
         return self.training.compile and self._runs_parts
 
     def _graphs(self) -> Iterator[tuple[str, str]]:
-        """Yield what does not go with CUDA graphs."""
+        """Yield settings that do not go with CUDA graphs."""
         training, own, schedule = self.training, self.data_parallel, self.pipeline.schedule
         frees, cp = own.strategy in ("full", "optimizer_gradients"), self.parallel.cp
         reasons = (
@@ -532,5 +532,5 @@ class RunConfig:
 
     @property
     def pp(self) -> int:
-        """Pipeline ranks, from whichever section names them."""
+        """Number of pipeline ranks, from `parallel` or `pipeline`."""
         return self.pipeline.stages or self.parallel.pp

@@ -48,16 +48,16 @@ from mt_train.data.shards import (
 )
 
 _Documents: TypeAlias = Callable[[], Iterator[Document]]
-# Keys that say nothing of a corpus, or stand in its description under `shards`.
+# Keys that do not affect a corpus, or are in its description under `shards`.
 _OTHER_KEYS = ("phases", "shard_bytes", "build")
 _DECIDE_TOKENIZER = ("seed", "vocab_size", "pattern", "tokenizer")
 
 
 class OtherRankError(Exception):
-    """Another rank failed to prepare the data, and says why.
+    """Another rank failed to prepare the data, and reports the reason.
 
     Attributes:
-        is_config: Its error is one of the configuration.
+        is_config: Whether its error is a configuration error.
     """
 
     def __init__(self, *, is_config: bool) -> None:
@@ -70,12 +70,12 @@ class Corpus:
     """Prepared token files of a run.
 
     Attributes:
-        tokenizer: Path of the tokenizer.json the tokens were made with, if it is known.
+        tokenizer: Path of the tokenizer.json of the tokens, if known.
         train: Prefixes of `.bin/.idx` files.
         weights: Blend weights, empty when prefixes count by their size.
-        validation: Prefixes of each set of held-out tokens, by its name; a single set has none.
-        shards: All of the training tokens, of which `train` has the first shard; None for tokens
-            that are there as a whole.
+        validation: Prefixes of each set of held-out tokens, by name; a single set has no name.
+        shards: All training tokens, while `train` has the first shard; None for tokens that are not
+            in shards.
     """
 
     tokenizer: Path | None
@@ -99,7 +99,7 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
     Args:
         loaded: The configuration.
         out: The run folder.
-        tokenizer: Used instead of training one, where the configuration names none.
+        tokenizer: Tokenizer to use instead of training one, if the configuration names none.
 
     Raises:
         ConfigError: The run has checkpoints, and its tokens can't be made with these settings.
@@ -113,7 +113,7 @@ def prepare_corpus(loaded: LoadedConfig, out: Path, *, tokenizer: Path | None = 
             validation={n: tuple(map(Path, each)) for n, each in data.validation_sets.items()},
         )
     given = tokenizer if data.tokenizer is None else Path(data.tokenizer)
-    others = (*data.own_keys(), *_OTHER_KEYS)  # of the rows, not of the tokens
+    others = (*data.own_keys(), *_OTHER_KEYS)  # keys of the rows, not of the tokens
     of_tokens = {name: value for name, value in asdict(data).items() if name not in others}
     description = {"seed": loaded.config.training.seed, **of_tokens}
     if data.special_tokens and given is None:
@@ -176,7 +176,7 @@ def _kept_tokenizer(loaded: LoadedConfig, folder: Path, description: dict[str, A
 def split_corpus(loaded: LoadedConfig) -> tuple[_Documents, _Documents]:
     """Hold out a share of the documents of a corpus without shards, by a hash of each one's name.
 
-    Of a single document the last lines are held out.
+    For a single document, the last lines are held out.
 
     Returns:
         Two functions that read the training documents and the held-out ones, one by one.
@@ -238,11 +238,11 @@ def _build(
 def verify_corpus(loaded: LoadedConfig, corpus: Corpus) -> None:
     """Compare the tokens with the digests recorded beside them.
 
-    Data sets that other tools wrote have none, and are taken as they are; so are files without
-    tokens, which their kind reads.
+    Data sets of other tools have no digests, and are not checked; neither are files without tokens,
+    which their kind reads.
 
     Raises:
-        DataFileError: A file has changed; it is named.
+        DataFileError: A file has changed; the error names it.
     """
     for prefix in _token_files(loaded, corpus):
         with IndexedDataset(prefix) as dataset:
@@ -265,10 +265,10 @@ def check_tokenizer(loaded: LoadedConfig, corpus: Corpus, tokenizer: Tokenizer) 
 
 
 def check_rows(loaded: LoadedConfig, corpus: Corpus) -> None:
-    """Refuse files that the run's kind of rows can't be made of.
+    """Refuse files from which the run's kind of rows can't be made.
 
     Raises:
-        ConfigError: What the kind says against them.
+        ConfigError: The kind refuses a file.
     """
     for field, text in loaded.config.data.corpus_misfits(corpus.train):
         raise loaded.error(field, text)
@@ -277,7 +277,7 @@ def check_rows(loaded: LoadedConfig, corpus: Corpus) -> None:
 def sources_of(
     config: RunConfig, corpus: Corpus, tokenizer: Tokenizer | None, model: ModelConfig, out: Path
 ) -> Sources:
-    """Return what the rows of a run in the folder `out` are made of."""
+    """Return the sources of the rows of a run in the folder `out`."""
     training = config.training
     return Sources(
         train=corpus.train,
@@ -294,6 +294,6 @@ def sources_of(
 
 
 def _token_files(loaded: LoadedConfig, corpus: Corpus) -> list[Path]:
-    """Return the prefixes of a run's tokens: none where `data.train` names other files."""
+    """Return the prefixes of a run's tokens; empty if `data.train` names other files."""
     data = loaded.config.data
     return corpus.prefixes if data.corpus is not None or data.endings == TOKEN_FILES else []

@@ -1,4 +1,4 @@
-"""Micro-batches on their way from the data to a device."""
+"""Loading of micro-batches from the data onto a device."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class HostStep:
 def rows_of(state: ParallelState, length: int, whole: Rows, stages: tuple[Stage, ...]) -> Rows:
     """Return the rows that this rank reads; in a context-parallel group, its part of each row.
 
-    Tensor-parallel ranks all need the same tokens, and each reads them. From the page cache that
-    costs less than one rank's reading and a broadcast, and no collective runs on a thread.
+    Tensor-parallel ranks all need the same tokens, and each reads them. With the page cache, this
+    costs less than a read on one rank and a broadcast, and no collective runs on a thread.
 
     Args:
         state: This rank's place.
         length: Tokens of a row.
-        whole: Rows of a rank that has all of them.
+        whole: Rows of a rank with whole rows.
         stages: Stages of a pipeline that this rank has.
     """
     parts = None
@@ -83,7 +83,7 @@ def labels_of(
         counts: Names of the counts.
 
     Returns:
-        Number of labels of each count; 0 where no field counts it.
+        Number of labels of each count; 0 if no field counts it.
     """
     known = {field.counts for field in fields}
     found = []
@@ -104,7 +104,7 @@ def _count(batch: MicroBatch, field: RowField, rows: Rows, distance: int) -> int
 
 
 def on_host(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:
-    """Make tensors of micro-batches of numpy arrays, pinned where the device is an accelerator."""
+    """Make tensors of micro-batches of numpy arrays, pinned if the device is an accelerator."""
     pins = device.type == "cuda"
     # A thread of its own begins with the first device, and pinning would make a context on it.
     with torch.cuda.device(device) if pins else nullcontext():
@@ -115,7 +115,7 @@ def on_host(batches: Sequence[MicroBatch], device: torch.device) -> list[Batch]:
 
 
 def to_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    """Copy micro-batches from the host to this rank's device, which the host does not wait for."""
+    """Copy micro-batches from the host to this rank's device, without a wait of the host."""
     return [
         {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
         for batch in batches

@@ -49,7 +49,7 @@ def described(folder: Path) -> dict[str, Any] | None:
 
 
 def described_shards(loaded: LoadedConfig, plan: ShardPlan | None) -> dict[str, Any]:
-    """Return what a description says of shards."""
+    """Return the entries of a description about shards."""
     if not loaded.config.data.reads_shards:
         return {}
     size = {"shard_bytes": loaded.config.data.shard_bytes}
@@ -57,9 +57,9 @@ def described_shards(loaded: LoadedConfig, plan: ShardPlan | None) -> dict[str, 
 
 
 def is_made(data: DataSection, folder: Path, description: dict[str, Any]) -> bool:
-    """Return whether a folder has the tokens of these settings, or the first shard of them.
+    """Return whether a folder has the tokens of these settings, or their first shard.
 
-    Descriptions of earlier versions say nothing of shards, and mean tokens as a whole.
+    Descriptions of earlier versions have no entry about shards, and mean tokens without shards.
     """
     found = described(folder)
     if found is None:

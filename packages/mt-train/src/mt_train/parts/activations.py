@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class ActivationWatch(TrainerPart):
-    """Compares the activation memory of the first step with the expectation of its plan.
+    """A comparison of the first step's activation memory with the expectation of the plan.
 
-    It does so for runs with a plan of `training.recompute`. The expectation is measured on one
-    row. There is none where parameters are shared out over ranks (data_parallel.strategy `full`),
-    nor for a model with an encoder, for compiled layers or for quantised ones.
+    It is for runs with a plan of `training.recompute`. The expectation is measured on one row.
+    There is none if parameters are sharded over ranks (data_parallel.strategy `full`), for a model
+    with an encoder, for compiled layers or for quantised ones.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -54,7 +54,7 @@ class ActivationWatch(TrainerPart):
             raise loaded.error("training.recompute", str(error)) from error
 
     def optimizer_ready(self, optimizer: DistributedOptimizer) -> None:
-        """Measure the expectation on one row, where that shows it."""
+        """Measure the expectation on one row, if one row shows it."""
         del optimizer
         config, state = self.setup.config, self.setup.state
         measures = config.data_parallel.strategy != "full" and not config.data.feeds_encoder
@@ -108,7 +108,7 @@ def batch_of(
     Args:
         config: The run.
         state: This rank's place.
-        items: Numbers of what rows may have any number of, such as images; none of each without it.
+        items: Number of items in the rows by name, such as images; by default none.
     """
     rows = config.training.micro_batch_size
     sizes = {**config.data.sizes(config.training.sequence_length), **(items or {})}

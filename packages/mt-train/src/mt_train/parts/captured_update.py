@@ -14,7 +14,7 @@ from mt_train.parts.update import Update
 
 
 class CapturedUpdate(Update):
-    """Sums partial gradients, measures, decides, clips, updates and gathers in one graph.
+    """An update that sums partial gradients, measures, decides, clips and gathers in one graph.
 
     The first step is watched, the second is captured. On a CPU all steps run eagerly, held to the
     rules of a graph. The host writes rates and the loss scale before a step, and reads the sums,
@@ -24,7 +24,7 @@ class CapturedUpdate(Update):
         optimizer: The optimizer; `device_step_obstacle` finds nothing against it.
         state: This rank's place in the layout.
         pool: Memory pool of the run's graphs.
-        on_eager: Called once with each reason why steps are not captured.
+        on_eager: Function to call once with each reason why steps are not captured.
 
     Attributes:
         graph: The graph.

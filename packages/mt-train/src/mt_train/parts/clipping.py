@@ -14,7 +14,7 @@ from mt_train.parts.part import Setup, TrainerPart
 
 
 class LogitClip(TrainerPart):
-    """Finds each head's largest score of a step over all ranks, and what scales it back."""
+    """The largest score of each head in a step over all ranks, and the factors that reduce it."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -41,10 +41,10 @@ class LogitClip(TrainerPart):
             stage.max_logits()
 
     def factors(self) -> dict[str, Tensor]:
-        """Return by name what this rank's parameters are multiplied with; every rank calls it.
+        """Return the factors of this rank's parameters by name; every rank calls it.
 
-        One all-reduce over all ranks: those that share a sequence, other batches or a stage in the
-        other direction saw other scores of the same heads.
+        One all-reduce over all ranks: ranks that share a sequence, have other batches or a stage in
+        the other direction saw other scores of the same heads.
         """
         found = [stage.max_logits() for stage in self._stages]
         wide = torch.float32

@@ -12,7 +12,7 @@ from mt_train.reporting.metrics import Record
 
 
 class Compilation(TrainerPart):
-    """Compiles each layer, and reports how long the first step took with that."""
+    """Compilation of each layer, with a report of the first step's duration."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -36,7 +36,7 @@ class Compilation(TrainerPart):
         return {"first_step_seconds": so_far["seconds"]} if was_first else {}
 
     def notes(self, record: Record) -> Iterator[str]:
-        """Yield how long the first step took, on the first rank."""
+        """Yield the duration of the first step, on the first rank."""
         if "first_step_seconds" in record and self.setup.state.rank == 0:
             seconds = record["first_step_seconds"]
             yield f"the first step took {seconds:.1f} s, with compilation"

@@ -35,7 +35,7 @@ LOSS = "distillation"
 
 
 class Distillation(TrainerPart):
-    """Runs a teacher's stages beside the model's, and adds the loss of its scores."""
+    """A teacher whose stages run beside the model's, and the loss of its scores."""
 
     uncounted = ("distillation.teacher", "a teacher is not counted; leave it out to count")
 
@@ -70,7 +70,7 @@ class Distillation(TrainerPart):
         """Check that the teacher knows the student's tokens and sequences.
 
         Raises:
-            ConfigError: It doesn't, or there is no such teacher.
+            ConfigError: The teacher doesn't, or there is no such teacher.
         """
         folder = loaded.config.distillation.teacher or ""
         field, shown = "distillation.teacher", shorten(folder, 200)
@@ -102,10 +102,10 @@ class Distillation(TrainerPart):
 
     @staticmethod
     def check_layout(loaded: LoadedConfig, model: ModelConfig, layout: ParallelLayout) -> None:
-        """Check that the teacher can be laid out as the student is.
+        """Check that the teacher fits the student's layout.
 
         Raises:
-            ConfigError: It can't.
+            ConfigError: The teacher doesn't fit.
         """
         folder = loaded.config.distillation.teacher or ""
         teacher = replace(read_teacher(folder), mtp=None)
@@ -129,7 +129,7 @@ class Distillation(TrainerPart):
         )
 
     def wrap(self, runs: list[Run]) -> list[Run]:
-        """Return each stage with the teacher's beside it."""
+        """Return each stage together with the teacher's stage."""
         beside = zip(runs, self.setup.stages, self._stages, strict=True)
         heat = self._section.temperature
         return [TaughtStage(*each, temperature=heat) for each in beside]
@@ -143,7 +143,7 @@ class Distillation(TrainerPart):
 
 
 class TaughtStage:
-    """A stage and the teacher's: between stages a token has the numbers of both.
+    """A stage with the teacher's stage; between stages, a token has the hidden states of both.
 
     Args:
         run: Callable of the student's stage.
@@ -164,7 +164,7 @@ class TaughtStage:
         return self._stage.wgrad_store
 
     def __call__(self, x: Tensor | None, batch: Mapping[str, Any]) -> Any:
-        """Run both; the last stage returns losses, others the numbers of both."""
+        """Run both stages; the last stage returns losses, others the hidden states of both."""
         own, theirs, teacher = None, None, self._teacher
         if x is not None:
             sizes = self._stage.config.hidden_size, teacher.config.hidden_size
@@ -186,7 +186,7 @@ def read_teacher(folder: str | Path) -> ModelConfig:
     """Return the model in a run folder, a step folder, or a folder of Hugging Face.
 
     Raises:
-        ExchangeError: It is none of these, or no language model.
+        ExchangeError: The folder is none of these, or has no language model.
         CheckpointError: The checkpoint is damaged.
         FileError: A file can't be read.
     """
@@ -203,7 +203,7 @@ def read_teacher(folder: str | Path) -> ModelConfig:
 
 
 def _tokenizer_digest(folder: str) -> str | None:
-    """Return the digest of a teacher's tokenizer; None where it has none."""
+    """Return the digest of a teacher's tokenizer; None without a tokenizer."""
     path = _checkpoint(Path(folder))
     if path is not None:
         saved = inspect_checkpoint(path).metadata_as(SavedModel).tokenizer
@@ -249,7 +249,7 @@ def _checkpoint(folder: Path) -> Path | None:
 
 
 def _for_teacher(config: RunConfig, model: ModelConfig) -> RunConfig:
-    """Return the run as the teacher's layers are dealt: evenly, where it has other layers."""
+    """Return the run with the teacher's distribution of layers: even if its layers differ."""
     teacher = read_teacher(config.distillation.teacher or "")
     if teacher.num_layers == model.num_layers:
         return config

@@ -1,4 +1,4 @@
-"""How evenly the experts of a run are chosen."""
+"""Balance of the choice of a run's experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ExpertLoads(TrainerPart):
             self._sizes = {name: sizes[name] for name in sorted(sizes)}
 
     def own_numbers(self) -> Tensor:
-        """Return how often this rank has chosen each expert in the step so far."""
+        """Return the number of this rank's choices of each expert in the step so far."""
         loads = expert_loads(self._stages)
         parts = [
             loads[name].double() if name in loads else torch.zeros(size, device=self._device)
@@ -43,12 +43,12 @@ class ExpertLoads(TrainerPart):
         balance_experts(self._stages)
 
     def record(self, sums: Sequence[float], so_far: Record) -> Record:
-        """Return how even the choice of experts was over all ranks.
+        """Return the balance of the choice of experts over all ranks.
 
         Returns:
-            `expert_imbalance`: how often the busiest expert of any layer is chosen, over the mean;
-            1 is even. `dropped_choices`: the share of choices that no expert took. On the steps
-            that the console shows `experts/NAME/load` too: each expert's share of the choices.
+            `expert_imbalance`: the number of choices of the busiest expert of any layer, over the
+            mean; 1 is even. `dropped_choices`: the share of choices that no expert took. On steps
+            shown on the console also `experts/NAME/load`: each expert's share of the choices.
         """
         if not self._sizes:
             return {}

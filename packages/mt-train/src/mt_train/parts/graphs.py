@@ -17,7 +17,7 @@ from mt_train.reporting.metrics import Record
 
 
 class CudaGraphs(TrainerPart):
-    """Captures what `training.cuda_graphs` names."""
+    """CUDA graphs of the units that `training.cuda_graphs` names."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -29,7 +29,7 @@ class CudaGraphs(TrainerPart):
 
     @staticmethod
     def is_wanted(config: RunConfig) -> bool:
-        """Return whether anything is to be captured."""
+        """Return whether the run captures graphs."""
         return config.training.cuda_graphs != "none"
 
     def parameters_ready(self, buffer: GradBuffer) -> None:

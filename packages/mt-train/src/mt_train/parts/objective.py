@@ -1,4 +1,4 @@
-"""The objective of a run: what a micro-batch's losses are weighed and divided by."""
+"""The objective of a run: the weights and divisors of a micro-batch's losses."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class Objective:
     def record(
         self, sums: Iterable[float], divisors: Mapping[str, float], prefix: str = ""
     ) -> Record:
-        """Return the mean losses under the names they have in metrics.
+        """Return the mean losses under their names in metrics.
 
-        `loss` is the language model's, `<name>_loss` another one. Where there are others,
-        `total_loss` is the weighted sum of all.
+        `loss` is the language model's, `<name>_loss` another one. If there are others, `total_loss`
+        is the weighted sum of all.
 
         Args:
             sums: Sum of each loss over all ranks, in the order of `weights`.

@@ -1,4 +1,4 @@
-"""The protocol of a trainer's parts: when each hook is called, and what it may change."""
+"""The protocol of a trainer's parts: the moment of each hook, and the changes that it may make."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class TrainerPart:
 
     @property
     def extra_hidden_size(self) -> int:
-        """Numbers that each token carries between stages beside the hidden state."""
+        """Numbers that each token carries between stages besides the hidden state."""
         return 0
 
     def objective(self, objective: Objective) -> Objective:
@@ -169,7 +169,7 @@ class TrainerPart:
         return iter(())
 
     def close(self) -> None:
-        """Let go of everything held; also called after an error."""
+        """Release everything held; also called after an error."""
 
     # Around checkpoints.
 

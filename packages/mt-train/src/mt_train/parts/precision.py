@@ -40,7 +40,7 @@ from mt_train.parts.part import Setup, TrainerPart
 
 
 class LowPrecision(TrainerPart):
-    """Quantises linear layers by a recipe, and keeps the state of their scales.
+    """Quantisation of linear layers by a recipe, with the state of their scales.
 
     All ranks with a layer hold the same state of delayed scaling, and so do all ranks with an
     expert.
@@ -69,7 +69,7 @@ class LowPrecision(TrainerPart):
         """Check that there is something to quantise, and that ranks' parts are whole blocks.
 
         Raises:
-            ConfigError: A glob is of no layer, all layers are kept, or a size is no multiple.
+            ConfigError: A glob matches no layer, all layers are kept, or a size is no multiple.
         """
         del tokenizer
         section = loaded.config.precision
@@ -95,7 +95,7 @@ class LowPrecision(TrainerPart):
         _check_tokens(loaded, size)
 
     def shard_options(self) -> Mapping[str, Any]:
-        """Return the holder of weights in 8 bits alone."""
+        """Return the holder of weights that are kept only in 8 bits."""
         return {"encoding": self._primary}
 
     def parameters_ready(self, buffer: GradBuffer) -> None:
@@ -143,7 +143,7 @@ class LowPrecision(TrainerPart):
             layer.begin_step(step)
 
     def end_passes(self) -> None:
-        """Make the scales of the next step, and let go of this step's weights; all ranks call it.
+        """Make the scales of the next step, and release this step's weights; all ranks call it.
 
         Delayed scaling does an all-reduce (MAX) over the ranks with the same layers, and another
         over the ranks with the same experts.
@@ -155,7 +155,7 @@ class LowPrecision(TrainerPart):
         self._forget_weights()
 
     def _forget_weights(self) -> None:
-        """Have weights quantised again at their next use, as they have changed."""
+        """Have weights quantised again at their next use, since they have changed."""
         for gemm in (self._gemms | self._expert_gemms()).values():
             gemm.forget_weight()
 
@@ -169,8 +169,8 @@ class LowPrecision(TrainerPart):
         """Return the state of delayed scaling by global names, with records of how it is split.
 
         Shape:
-            `NAME.history`: [history, 3]. `NAME.factor`: [3]. NAME is the layer's; of one with
-            experts both have a row for each of these before.
+            `NAME.history`: [history, 3]. `NAME.factor`: [3]. NAME is the layer's name; for a layer
+            with experts both have a leading dim of experts.
         """
         found: dict[str, Tensor] = {}
         for stage in self._stages:
@@ -212,7 +212,7 @@ class LowPrecision(TrainerPart):
 
 
 def primary_weights(config: RunConfig, stages: Sequence[GPT]) -> PrimaryWeights | None:
-    """Return the holder of quantised weights in 8 bits; None where layers keep their values.
+    """Return the holder of quantised weights in 8 bits; None if layers keep their values.
 
     A layer whose experts are not all quantised keeps its values.
     """
@@ -227,7 +227,7 @@ def primary_weights(config: RunConfig, stages: Sequence[GPT]) -> PrimaryWeights 
 
 
 def read_recipe(section: PrecisionSection) -> Recipe:
-    """Return the recipe that a section names, which it does."""
+    """Return the recipe of a section with a recipe."""
     given = {name: getattr(section, name) for name in ("history", "largest", "margin")}
     changes = {name: value for name, value in given.items() if value is not None}
     return recipe_of(section.recipe or "", **changes)
@@ -246,7 +246,7 @@ def chosen_linears(section: PrecisionSection, stage: nn.Module, num_layers: int)
 
 
 def _check_tokens(loaded: LoadedConfig, size: int) -> None:
-    """Check that blocks of tokens do not reach over two sequences, or into another rank's."""
+    """Check that blocks of tokens do not span two sequences, or the tokens of two ranks."""
     parallel, training = loaded.config.parallel, loaded.config.training
     shards = parallel.tp if parallel.sequence_parallel else 1
     # Of two chunks for each cp rank, and of the parts of its chunks together.
@@ -260,7 +260,7 @@ def _check_tokens(loaded: LoadedConfig, size: int) -> None:
 
 
 def _names(stage: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return for each layer the names that a run chooses from: its own, or its experts'."""
+    """Return the names of each layer for a run's choice: its own name, or its experts' names."""
     named = {name: (name,) for name in block_linears(stage)}
     return named | {name: _experts(name, layer) for name, layer in grouped_layers(stage).items()}
 
@@ -279,7 +279,7 @@ def _misfit(
     size: int,
     parallel: ParallelSection,
 ) -> str | None:
-    """Say which features of a layer tensor-parallel ranks cut into parts of no whole blocks."""
+    """Name the features of a layer whose parts on tensor-parallel ranks are not whole blocks."""
     if isinstance(layer, GroupedLinear):
         default = parallel.tp if parallel.ep == 1 else 1
         ranks = default if parallel.etp is None else parallel.etp

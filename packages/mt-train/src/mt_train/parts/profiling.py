@@ -22,11 +22,11 @@ _MOST_MEMORY_EVENTS = 1 << 20
 
 
 class Profiling(TrainerPart):
-    """Traces the steps of `training.profile` on the ranks that it names.
+    """A trace of the steps of `training.profile` on the ranks that it names.
 
     The trainer and the pipeline name their sections (`data`, `forward`, `backward`, `messages`,
     `gradients`, `agreement`, `optimizer`), and this part names each `step`. A run that ends
-    earlier, also by an error, writes the trace of the steps before.
+    earlier, also with an error, writes the trace of the completed steps.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -76,7 +76,7 @@ class Profiling(TrainerPart):
         return {}
 
     def notes(self, record: Record) -> Iterator[str]:
-        """Yield the files that were written."""
+        """Yield the written files."""
         del record
         written, self._written = self._written, []
         return (f"wrote {path}" for path in written)

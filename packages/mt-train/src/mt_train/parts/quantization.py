@@ -21,7 +21,7 @@ from mt_train.parts.part import Setup, TrainerPart
 
 
 class FakeQuantization(TrainerPart):
-    """Rounds the linear layers, keys and values of a rank's stages by the rules of a recipe."""
+    """Rounding of linear layers, keys and values of a rank's stages by the rules of a recipe."""
 
     uncounted = ("quantization", "what rounded layers keep is not counted; leave it out to count")
 
@@ -37,10 +37,10 @@ class FakeQuantization(TrainerPart):
 
     @staticmethod
     def check(loaded: LoadedConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
-        """Check that rules fit the model, its layout, and what training can round.
+        """Check that the rules fit the model and its layout, and that training can apply them.
 
         Raises:
-            ConfigError: They don't; every problem is named.
+            ConfigError: A rule doesn't fit; the error names every problem.
         """
         del tokenizer
         section = loaded.config.quantization
@@ -87,11 +87,11 @@ class FakeQuantization(TrainerPart):
             self._gemms |= fake_quantize(stage, decisions, **how)
 
     def end_passes(self) -> None:
-        """Have weights rounded again at their next use, as they will have changed."""
+        """Have weights rounded again at their next use, since the optimizer will change them."""
         self._forget_weights()
 
     def weights_loaded(self) -> None:
-        """Have weights rounded again at their next use, as they have changed."""
+        """Have weights rounded again at their next use, since they have changed."""
         self._forget_weights()
 
     def _forget_weights(self) -> None:
@@ -110,7 +110,7 @@ class FakeQuantization(TrainerPart):
 
 
 def read_rules(section: QuantizationSection) -> QuantizationConfig:
-    """Return the rules that a section names, which it does.
+    """Return the rules of a section with a recipe or a file.
 
     Raises:
         QuantizationError: There is no such recipe, or a rule is wrong.
@@ -130,7 +130,7 @@ _ELSEWHERE = (
 def _cut(
     layer: ColumnParallelLinear | RowParallelLinear, decision: Decision, tp: int
 ) -> str | None:
-    """Say which group of inputs tensor-parallel ranks cut."""
+    """Name a group of inputs that tensor-parallel ranks cut; None without one."""
     if tp == 1 or isinstance(layer, ColumnParallelLinear) or decision.weight is None:
         return None
     run = layer.run // tp

@@ -20,9 +20,9 @@ PARTS: tuple[type[TrainerPart], ...] = (
     ExpertLoads,
     Compilation,
     CudaGraphs,
-    Distillation,  # after what replaces a stage: the teacher runs beside whatever that is
+    Distillation,  # after parts that replace a stage: the teacher runs beside the replacement
     LogitClip,
-    ActivationWatch,  # behind all parts that change a stage, as it runs the complete ones once
+    ActivationWatch,  # after all parts that change a stage, since it runs complete stages once
     Profiling,
 )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Update:
-    """Takes the optimizer's step in eager mode, after the host has read the losses.
+    """The optimizer's step in eager mode, after the host has read the losses.
 
     Args:
         optimizer: The optimizer.
@@ -35,5 +35,5 @@ class Update:
         return self.optimizer.measure(own)
 
     def finish(self, *, lr: float, weight_decay: float) -> StepResult:
-        """Clip, update and gather the weights, or leave them as they were; return which."""
+        """Clip, update and gather the weights, or leave them unchanged; the result says which."""
         return self.optimizer.step(lr=lr, weight_decay=weight_decay)

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, console, plots and history."""
+"""Reports of a run: metrics, console, plots and history."""

@@ -8,15 +8,15 @@ from mt_train.reporting.metrics import Record
 
 
 class Board:
-    """Writes every number of a record as a scalar.
+    """A writer of every number of a record as a scalar.
 
     Args:
         folder: TensorBoard's log folder.
-        resume_step: Scalars of later steps, which a lost part of the run wrote, are hidden.
+        resume_step: Scalars of later steps, from a lost part of the run, are hidden.
     """
 
     def __init__(self, folder: Path, *, resume_step: int) -> None:
-        # `load_config` looked whether it is installed.
+        # `load_config` has checked that it is installed.
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)

@@ -1,4 +1,4 @@
-"""What a person sees: a live panel on a terminal, plain lines everywhere else."""
+"""The console of a run: a live panel on a terminal, plain lines everywhere else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mt_train.reporting.metrics import Record, other_losses
 
 
 def make_console(*, total_steps: int, every: int) -> Console:
-    """Choose by what stdout is; a process may have been started without one."""
+    """Choose the console for stdout, which may be closed."""
     if sys.stdout is None or sys.stdout.closed:
         return Console()
     if sys.stdout.isatty():
@@ -22,7 +22,7 @@ def make_console(*, total_steps: int, every: int) -> Console:
 
 
 class Console:
-    """Shows a run's progress; this one shows nothing, as every rank but the first."""
+    """Display of a run's progress; this base class, for all ranks but the first, shows nothing."""
 
     def step(self, record: Record) -> None:
         """Show one training step."""
@@ -53,8 +53,8 @@ class PlainLines(Console):
         """Print a sentence.
 
         Raises:
-            OSError: Nobody reads stdout any more, or its disk is full. What it still holds is given
-                up, so that Python does not fail at its end for the same reason.
+            OSError: Nobody reads stdout any more, or its disk is full. Buffered text is dropped, so
+                that Python does not fail at its end for the same reason.
         """
         try:
             sys.stdout.write(printable(text, sys.stdout) + "\n")
@@ -65,7 +65,7 @@ class PlainLines(Console):
 
 
 def _title(record: Record, total: int, done: float) -> str:
-    """Return how far a run is, with the share of its time if that ends it before its steps."""
+    """Return the progress of a run, with the share of its time if time ends it before its steps."""
     title = f"step {record['step']} of {total}"
     by_time = done > record["step"] / total + 1e-9
     return f"{title}, {done:.0%} of the time budget" if by_time else title
@@ -117,13 +117,13 @@ class LivePanel(Console):
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Return a text that a stream can encode, with escapes for what it can't."""
+    """Return a text that a stream can encode, with escapes for other characters."""
     encoding = stream.encoding or "utf-8"
     return text.encode(encoding, errors="backslashreplace").decode(encoding)
 
 
 def _give_up(stream: TextIO) -> None:
-    """Let a stream that can't be written lead nowhere."""
+    """Redirect a stream that can't be written to nowhere."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -1,4 +1,4 @@
-"""history.jsonl: with which configuration a run went on, from which step."""
+"""history.jsonl: the configurations of a run, each with the step from which it holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_BYTES = 64 * 2**20
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Say in one line each which fields of a configuration differ."""
+    """Return a line for each differing field of two configurations."""
     old, new = _flat(before), _flat(now)
     names = [*new, *(name for name in old if name not in new)]
     return [
@@ -24,7 +24,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def record_part(path: Path, step: int, config: dict[str, Any], origin: str | None) -> None:
-    """Note that the run trains with `config` after `step`.
+    """Record that the run trains with `config` after `step`.
 
     Each row has the configuration from its step to the next row's. Rows after `step` belong to a
     lost part of the run and are dropped. A part with an unchanged configuration adds no row.
@@ -33,7 +33,7 @@ def record_part(path: Path, step: int, config: dict[str, Any], origin: str | Non
         path: The file, created if missing.
         step: Completed steps.
         config: The configuration, as JSON values.
-        origin: The checkpoint that another run's weights or state came from.
+        origin: The checkpoint of another run from which weights or state came.
     """
     rows = [
         row

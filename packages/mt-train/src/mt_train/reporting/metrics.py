@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, the record everything else is drawn from."""
+"""metrics.jsonl: one JSON object a line, the source of all other reports."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MAX_STEP = 10**18
 
 
 class MetricsFile:
-    """Appends records; on resume it first forgets what a lost part of the run wrote.
+    """A file to append records to; on resume it first drops the records of a lost part of the run.
 
-    Damaged lines, as a failing disk leaves them, move to `metrics.damaged` beside the file. An
-    incomplete last line, as a kill leaves it, is dropped.
+    Damaged lines, for example from a failing disk, move to `metrics.damaged` beside the file. An
+    incomplete last line, for example after a kill, is dropped.
 
     Args:
         path: The file, created if missing.
@@ -33,7 +33,7 @@ class MetricsFile:
         damaged: Numbers of the damaged lines.
 
     Raises:
-        FileError: The file is not a regular one in its folder, or can't be written.
+        FileError: The file is not a regular file in its folder, or can't be written.
     """
 
     def __init__(self, path: Path, *, resume_step: int, evaluates_again: bool = False) -> None:
@@ -81,7 +81,7 @@ def read_metrics(path: Path) -> Iterator[Record]:
     """Yield the records of a metrics file, and skip damaged lines.
 
     Raises:
-        FileError: The file is not a regular one in its folder.
+        FileError: The file is not a regular file in its folder.
     """
     for line in _lines(path):
         record = parse_record(line)
@@ -90,7 +90,7 @@ def read_metrics(path: Path) -> Iterator[Record]:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return the record of a line, or None if it is none.
+    """Return the record in a line, or None if there is none.
 
     A record is an object with a `step` of 0 or more; its losses are numbers or null.
     """
@@ -109,7 +109,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def other_losses(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Give the losses of a record beside the language model's, in words."""
+    """Yield the other losses of a record besides the language model's, in words."""
     for name, value in record.items():
         inner = name.removeprefix(prefix)
         if name.startswith(prefix) and inner.endswith("_loss"):

@@ -15,15 +15,15 @@ from mt_train.reporting.metrics import MetricsFile, Record, of_set, other_losses
 
 
 class Reporter:
-    """Tells what happens in a run; on all ranks but the first it tells nothing.
+    """A reporter of a run's events; on all ranks except the first it reports nothing.
 
-    A console or a log that can't be written any more does not end the run: it is left out, the run
-    is asked to stop, and so saves first. Later messages go to stderr.
+    If a console or a log can't be written any more, the run does not end at once: the log is left
+    out, and the run is asked to stop, so it saves first. Later messages go to stderr.
 
     Args:
-        stop: Asked to stop the run.
-        console: What a person sees.
-        logs: What keeps every record, by name.
+        stop: Stop request of the run.
+        console: Console for people.
+        logs: Logs that keep every record, by name.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class Reporter:
         self._logs = dict(logs or {})
 
     def step(self, record: Record) -> None:
-        """Tell of a training step."""
+        """Report a training step."""
         self._keep(record)
         self._show(lambda: self._console.step(record))
 
     def evaluation(self, record: Record) -> None:
-        """Tell of an evaluation."""
+        """Report an evaluation."""
         self._keep(record)
         sets, step = sets_of(record), record["step"]
         self.say(f"held out at step {step}: {_losses(record)}" + (", of all" if sets else ""))
@@ -49,12 +49,12 @@ class Reporter:
             self.say(f"  {name}: {_losses(of_set(record, name))}")
 
     def say(self, text: str) -> None:
-        """Tell a sentence."""
+        """Report a sentence."""
         if not self._show(lambda: self._console.say(text)):
             self._console.say(text)  # the same words, where they can still be read
 
     def say_of_rank(self, rank: int, text: str) -> None:
-        """Tell a sentence about one rank, on any rank; those behind the first one use stderr."""
+        """Report a sentence about one rank, on any rank; all ranks except the first use stderr."""
         if rank == 0:
             self.say(text)
         else:
@@ -96,7 +96,7 @@ def _losses(record: Record) -> str:
 
 
 class _Stderr(Console):
-    """The last resort: sentences only."""
+    """The last resort: only sentences, on stderr."""
 
     def say(self, text: str) -> None:
         """Print a sentence on stderr, if anybody reads it."""

@@ -32,13 +32,13 @@ class _Event:
 
 
 def profile_tables(path: Path) -> str:
-    """Write where the steps of a trace go: by section, by operator, and by kernel of a GPU.
+    """Return tables of a trace's step times: by section, by operator, and by kernel of a GPU.
 
     Times of sections and operators are the host's, without the sections or operators inside. A
     thread that works beside the step, such as one of gloo, adds to the operators.
 
     Raises:
-        FileError: It is no trace of `training.profile`.
+        FileError: The file is no trace of `training.profile`.
     """
     events = list(_events(path))
     host = [event for event in events if event.cat in _HOST]

@@ -22,7 +22,7 @@ def adapters_of(config: RunConfig, start: Start, state: ParallelState) -> SavedA
     Every rank calls it; the first one reads the base for its digest.
 
     Raises:
-        ResumeError: The run went on from adapters of another base, or there is no base.
+        ResumeError: The run started from adapters of another base, or there is no base.
     """
     lora, before = config.lora, None if start.continued is None else start.continued.adapters
     if lora is None:
@@ -52,7 +52,7 @@ def given_adapters(config: RunConfig, model: ModelConfig) -> dict[str, Tensor] |
     """Return the whole matrices of `lora.from` by their global names; None without it.
 
     Raises:
-        ExchangeError: The folder's adapters do not fit.
+        ExchangeError: The folder's adapters do not fit the model.
         FileError: A file can't be read.
     """
     if config.lora is None or config.lora.from_ is None:

@@ -1,4 +1,4 @@
-"""Inputs of a run beside its configuration, built once and opened by every rank."""
+"""Inputs of a run besides its configuration, built once and opened by every rank."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _TOKENIZER_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """Inputs of a run beside its configuration.
+    """Inputs of a run besides its configuration.
 
     Attributes:
         corpus: Token files of the run.
         start: Starting point of the run.
         tokenizer: Tokenizer of the tokens; None for token files without one.
-        model: Model for that tokenizer's vocabulary, or the stated one.
+        model: Model for the tokenizer's vocabulary, or for the size in the section `model`.
     """
 
     corpus: Corpus
@@ -60,20 +60,20 @@ def prepare_on_all_ranks(
     stack: ExitStack,
     held: ExitStack,
 ) -> Basis:
-    """Take the run folder and make the tokens on rank 0, and where nodes share no disk on each.
+    """Take the run folder and make the tokens on rank 0, or on each node without a shared disk.
 
-    Rank 0 says which checkpoint of another run all start from, as that run may be saving more.
+    Rank 0 chooses the checkpoint of another run to start from, since that run may be saving more.
 
     Args:
         loaded: The configuration.
         out: The run's folder.
         state: This rank's place in the layout.
         env: Its place in the job.
-        stack: Keeps the folder this process's own.
-        held: Keeps that checkpoint.
+        stack: Holds the lock on the folder.
+        held: Holds the checkpoint against removal.
 
     Raises:
-        OtherRankError: It failed on another rank, which raised the error itself.
+        OtherRankError: The preparation failed on another rank, which raises the error itself.
     """
     first, next_ = env.rank == 0, env.rank != 0 and env.local_rank == 0
     made: list[Basis] = []
@@ -96,10 +96,10 @@ def prepare_on_all_ranks(
 
 
 def _agreed(state: ParallelState, action: Callable[[], int | None], *, if_: bool) -> int:
-    """Do something on the ranks that are to, and return the sum of what it returns, on all ranks.
+    """Run `action` on the ranks with `if_`, and return the sum of its results on all ranks.
 
     Raises:
-        OtherRankError: It failed on another rank, which raises the error itself.
+        OtherRankError: The action failed on another rank, which raises the error itself.
     """
     error, number = None, 0
     try:
@@ -116,7 +116,7 @@ def _agreed(state: ParallelState, action: Callable[[], int | None], *, if_: bool
 
 
 def _take_folder(loaded: LoadedConfig, out: Path, stack: ExitStack) -> None:
-    """Make the run folder this process's own before anything in it changes."""
+    """Lock the run folder for this process before anything in it changes."""
     out.mkdir(parents=True, exist_ok=True)
     stack.enter_context(FolderLock(out, purpose="training"))
     remove_temporaries(out)
@@ -124,7 +124,7 @@ def _take_folder(loaded: LoadedConfig, out: Path, stack: ExitStack) -> None:
 
 
 def _prepare_folder(loaded: LoadedConfig, out: Path, held: ExitStack, step: int | None) -> Basis:
-    """Make the tokens and check what the run starts from; then keep the tokenizer in the folder."""
+    """Make the tokens, check the run's start, and then keep the tokenizer in the folder."""
     out.mkdir(parents=True, exist_ok=True)
     start = find_start(loaded, out, held, step=step)
     corpus = prepare_corpus(loaded, out, tokenizer=start.tokenizer)
@@ -160,7 +160,7 @@ def _checked(loaded: LoadedConfig, corpus: Corpus, start: Start, out: Path) -> B
 
 
 def _check_export(loaded: LoadedConfig, model: ModelConfig, start: Start, out: Path) -> None:
-    """Refuse an export at the end that can't be, before anything is trained."""
+    """Refuse an impossible export at the end, before anything is trained."""
     folders, family = exports_of(loaded.config), loaded.config.export.family
     if not folders or start.progress.step >= loaded.config.training.steps:
         return
@@ -177,7 +177,7 @@ def _check_export(loaded: LoadedConfig, model: ModelConfig, start: Start, out: P
 
 
 def _keep_description(loaded: LoadedConfig, run: RunFolder) -> None:
-    """Keep what stands beside the weights that a model is from, for an export."""
+    """Keep the files beside a model's original weights, for an export."""
     folder = loaded.config.model.from_
     if folder is not None and not run.hugging_face.is_dir():
         run.hugging_face.mkdir()

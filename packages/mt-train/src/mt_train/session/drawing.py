@@ -1,4 +1,4 @@
-"""What a run draws its samples from, and what each source gave."""
+"""The sources of a run's samples, and the number of samples from each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MOST_NAMED = 12
 
 
 class Drawing:
-    """The samples of a run, from sources whose shares may change.
+    """The samples of a run, from sources with changing shares.
 
     Args:
         config: The run.
-        sources: What its rows are made of.
-        start: Where it begins.
+        sources: Sources of its rows.
+        start: Starting point of the run.
     """
 
     def __init__(self, config: RunConfig, sources: Sources, start: Start) -> None:
@@ -53,13 +53,13 @@ class Drawing:
         self._rows = [f"{n}: {text}" for n, text in zip(self.names, rows, strict=True) if text]
 
     def mixture(self, samples: int) -> Mixture:
-        """Return the mixture that holds after some samples of the run, for a checkpoint."""
+        """Return the mixture after `samples` samples of the run, for a checkpoint."""
         return self.samples.mixture_at(samples)
 
     def record(self, samples: int) -> Record:
         """Return the number of samples of each source among the first `samples` of the run.
 
-        Nothing if there is one source.
+        The record is empty if there is one source.
         """
         if len(self.names) == 1:
             return {}
@@ -67,9 +67,9 @@ class Drawing:
         return {f"samples/{name}": count for name, count in zip(self.names, taken, strict=True)}
 
     def by_rank(self, before: int, ranks: int) -> Record:
-        """Return the images and tokens of each data-parallel rank at the step behind `before`.
+        """Return the images and tokens of each data-parallel rank at the step after `before`.
 
-        Nothing if the model takes no images.
+        The record is empty if the model takes no images.
         """
         how, batch, found = self._images, self._batch, {}
         if how is None:
@@ -86,17 +86,17 @@ class Drawing:
         return found
 
     def changes(self, before: int, samples: int) -> list[str]:
-        """Return a line on each phase that begins behind sample `before`, and up to `samples`."""
+        """Return a line on each phase that begins after sample `before` and up to `samples`."""
         found = self.samples.mixtures[1:]
         return [self._described(each) for each in found if before < each.start <= samples]
 
     def lines(self, samples: int) -> list[str]:
-        """Return lines on the rows, and on the shares after some samples of a run with phases."""
+        """Return lines on the rows, and for a run with phases on the shares after `samples`."""
         has_phases = len(self.samples.mixtures) > 1
         return [*self._rows, *([self._described(self.mixture(samples))] if has_phases else [])]
 
     def summary(self, samples: int) -> list[str]:
-        """Return a line on what each source gave, if there are several."""
+        """Return a line on the samples of each source, if there are several."""
         taken = zip(self.names, self.samples.taken(samples), strict=True)
         given = [f"{name} {count}" for name, count in taken]
         return [f"samples so far: {_listed(given)}"] if len(given) > 1 else []
@@ -113,14 +113,14 @@ class Drawing:
 def _shared(
     sources: tuple[MixtureSource, ...], weights: Sequence[float]
 ) -> tuple[MixtureSource, ...]:
-    """Return sources with other shares; without weights, with the ones that they have."""
+    """Return sources with new shares; without weights, with their current shares."""
     total = sum(weights)
     pairs = zip(sources, weights, strict=True) if weights else ()
     return tuple(replace(each, weight=weight / total) for each, weight in pairs) or sources
 
 
 def source_names(paths: Sequence[Path]) -> list[str]:
-    """Return the ends of paths, each with as many parts as make them differ."""
+    """Return the ends of paths, with enough parts to make them differ."""
     parts = [path.parts for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-count:]) for each in parts]

@@ -51,8 +51,8 @@ def export(config: RunConfig, out: Path) -> None:
     """Write the last checkpoint for other programs, in place of earlier exports of the run.
 
     Raises:
-        FileError: A folder can't be written, or is another's.
-        ExchangeError: The model is not of the family.
+        FileError: A folder can't be written, or belongs to another run or program.
+        ExchangeError: The model does not belong to the family.
     """
     dtype = DTYPES[config.export.dtype or config.training.dtype]
     is_told = config.export.dtype is None and RunFolder(out).hugging_face.is_dir()
@@ -67,7 +67,7 @@ def export(config: RunConfig, out: Path) -> None:
 
 
 def _replace(folder: Path, out: Path, kind: str, make: Callable[[Path], None]) -> None:
-    """Write an export beside its folder, and then put it there."""
+    """Write an export beside its folder, then rename it to the folder."""
     problem = obstacle_of(folder, out, kind)
     if problem is not None:
         raise FileError(str(folder), problem)

@@ -53,12 +53,12 @@ _HANG_HINT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run, or a part of it, ended.
+    """The end of a run, or of a part of it.
 
     Attributes:
-        step: Completed steps.
-        stopped: It was asked to stop, has saved, and the same command continues it.
-        evaluation: The record of the last evaluation; None when it was stopped or there is no
+        step: Number of completed steps.
+        stopped: Whether it was asked to stop and has saved, so that the same command continues it.
+        evaluation: The record of the last evaluation; None if the run was stopped or there is no
             held-out data.
     """
 
@@ -80,11 +80,11 @@ def run(
         loaded: The checked configuration.
         env: This process's place in the job.
         out: The run folder; an earlier part of the same run in it is continued.
-        on_event: Called with the name of each point reached.
+        on_event: Function to call with the name of each point reached.
 
     Raises:
         ConfigError: The configuration does not fit the processes, the data or the run in `out`.
-        ResumeError: The checkpoint to start from is of another run.
+        ResumeError: The checkpoint to start from belongs to another run.
         LockedError: Another process trains in `out`.
         NonFiniteLossError: Training diverged.
     """
@@ -256,7 +256,7 @@ class _Session:
             stack.callback(self.shards.close)  # first, as the thread that reads ahead may wait
 
     def _drawn(self, before: int) -> Record:
-        """Return what each source gave, and each rank has, for the steps that the console shows."""
+        """Return the samples of each source and rank, for the steps that the console shows."""
         step, every = self.trainer.progress.step, self.config.logging.every
         if self.state.rank or (step % every and not self.trainer.finished):
             return {}
@@ -306,10 +306,9 @@ class _Session:
             ) from error
 
     def _is_save_due(self) -> bool:
-        """Tell on rank 0, whose clock counts, whether the time from save to save is over.
+        """Return whether the time between saves has passed, by the clock of rank 0.
 
-        It is so after a failure in the background too: the save that follows raises it on all
-        ranks.
+        True also after a failure in the background: the following save raises it on all ranks.
         """
         seconds = self.config.checkpoint.every_seconds
         if self.state.rank != 0:
@@ -321,7 +320,7 @@ class _Session:
         return time.monotonic() - self._last_save >= seconds
 
     def _recorded_evaluation(self) -> Record | None:
-        """Return the evaluation of the step the run is at, if it was as it would be now."""
+        """Return the recorded evaluation of the current step, if its settings are unchanged."""
         saved = self.start.saved
         if saved is None or not self.start.own:
             return None
@@ -338,7 +337,7 @@ class _Session:
         return found
 
     def _evaluation_is_missing(self) -> bool:
-        """Tell whether a finished run still has something to do; every rank calls it."""
+        """Return whether a finished run still lacks its evaluation; every rank calls it."""
         missing = False
         if self.state.rank == 0:
             missing = bool(self.held_out) and self._recorded_evaluation() is None
@@ -415,7 +414,7 @@ class _Session:
         return record
 
     def _save(self, reporter: Reporter) -> None:
-        reporter.sync()  # what is on record of a step is never younger than its checkpoint
+        reporter.sync()  # the records of a step are on the disk before its checkpoint
         root = self.config.checkpoint.folder(self.out)
         now = self._now()
         self._saved_step = self.trainer.progress.step

@@ -42,7 +42,7 @@ class SavedRun:
         model: Model, from `ModelConfig.to_dict`.
         config: The sections of the configuration, as JSON values.
         plugins: SHA-256 of each plugin, by its path.
-        adapters: Adapters, which are all that the checkpoint holds of the model; null without.
+        adapters: Adapters, if the checkpoint holds only adapters of the model; else null.
     """
 
     step: int
@@ -77,7 +77,7 @@ class SavedRun:
 
     @property
     def progress(self) -> Progress:
-        """How far the run was."""
+        """The progress of the run."""
         return Progress(
             step=self.step,
             samples=self.consumed_samples,
@@ -97,7 +97,7 @@ class SavedRun:
         )
 
     def metadata(self, layout: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what `read_saved` reads, with the layout that saves it for the record."""
+        """Return the metadata for `read_saved`, with the layout that saves it, for the record."""
         return {**to_plain(self), "layout": dict(layout)}
 
 

@@ -35,7 +35,7 @@ from mt_train.training.trainer import NonFiniteLossError, Trainer
 
 
 def background_saver(trainer: Trainer, root: str | Path) -> BackgroundSaver:
-    """Return a saver whose threads communicate on a group of their own; every rank calls it."""
+    """Return a saver whose threads communicate on a separate group; every rank calls it."""
     group = trainer.state.group(WORLD)
     return BackgroundSaver(
         root,
@@ -72,7 +72,7 @@ def save(
         trainer: Its weights and moments.
         root: Folder of the run's checkpoints.
         saved: The metadata; its progress is taken from the trainer.
-        background: Takes a copy of the state, and saves it while training goes on.
+        background: Saver that copies the state, and saves the copy while training goes on.
 
     Returns:
         The step directory; None for a save in the background.
@@ -106,13 +106,13 @@ def fill(trainer: Trainer, path: Path, saved: SavedRun | None, *, weights_only: 
     """Fill a trainer from a checkpoint written on any layout; every rank calls it.
 
     Args:
-        trainer: Gets the weights, and the moments, the progress and the loss scale with them.
+        trainer: Trainer that gets the weights, the moments, the progress and the loss scale.
         path: The checkpoint.
-        saved: Its metadata, which weights alone do without.
-        weights_only: Leave optimizer and progress as new.
+        saved: Its metadata; not needed for weights alone.
+        weights_only: Fill only the weights; optimizer and progress stay new.
 
     Raises:
-        ResumeError: The weights are not finite; the message says which older step is sound.
+        ResumeError: The weights are not finite; the message names a sound older step.
         CheckpointError: The checkpoint is damaged, or lacks tensors.
     """
     _load(trainer, path, weights_only=weights_only)
@@ -132,7 +132,7 @@ def fill_pretrained(trainer: Trainer, folder: Path, *, vocab_multiple: int) -> N
     """Fill a trainer with the weights of a Hugging Face folder; every rank reads its own part.
 
     Args:
-        trainer: Gets the weights; optimizer and progress stay as new.
+        trainer: Trainer that gets the weights; optimizer and progress stay new.
         folder: The folder.
         vocab_multiple: Multiple that the trainer's vocabulary is padded to.
 
@@ -154,7 +154,7 @@ def fill_adapters(trainer: Trainer, values: Mapping[str, torch.Tensor]) -> None:
     """Fill the adapters of a new run; every rank takes its own part.
 
     Args:
-        trainer: Gets the adapters; optimizer and progress stay as new.
+        trainer: Trainer that gets the adapters; optimizer and progress stay new.
         values: Whole matrices by their global names.
     """
     tensors = _tensors(trainer, moments=False)
@@ -168,16 +168,16 @@ def fill_adapters(trainer: Trainer, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def fill_base(trainer: Trainer, folder: Path) -> None:
-    """Fill the frozen weights that adapters adapt; every rank reads its own part.
+    """Fill the frozen weights under the adapters; every rank reads its own part.
 
     Args:
-        trainer: A trainer of adapters, which stay as they are.
+        trainer: A trainer of adapters, which stay unchanged.
         folder: A step directory, or a folder of Hugging Face.
 
     Raises:
         ExchangeError: The folder does not have the model's tensors.
         CheckpointError: The checkpoint is damaged, or lacks tensors.
-        ResumeError: The checkpoint has adapters itself, or lacks what attends to neighbours.
+        ResumeError: The checkpoint itself holds adapters, or lacks the attention to neighbours.
     """
     shards, codes = _frozen_shards(trainer) + _buffer_shards(trainer), codes_of(trainer.stages)
     if (folder / "zarr.json").is_file():
@@ -219,7 +219,7 @@ def _check_base(trainer: Trainer, folder: Path, there: Iterable[str]) -> None:
 def way_back(trainer: Trainer, path: Path) -> str:
     """Return a sentence on how to continue from the newest sound step before `path`.
 
-    It reads older steps into the trainer, which is of no use after that; every rank calls it.
+    It reads older steps into the trainer, which can't be used afterwards; every rank calls it.
     """
     older = sorted((p for p in path.parent.glob("step_*") if p.name < path.name), reverse=True)
     for step in older:
@@ -268,12 +268,12 @@ def _load(trainer: Trainer, path: Path, *, weights_only: bool) -> None:
 def _without_new(
     trainer: Trainer, shards: list[TensorShard], there: Iterable[str]
 ) -> list[TensorShard]:
-    """Leave out what attends to neighbours where the given weights do not: it begins anew.
+    """Leave out the attention to neighbours if the given weights lack it; then it starts new.
 
     Args:
         trainer: The trainer.
-        shards: What is to be filled.
-        there: Names of the parameters that there are values for.
+        shards: Shards to fill.
+        there: Names of the parameters with given values.
     """
     retro = trainer.stages[0].config.retro
     if retro is None or any(map(retro.owns, there)):
@@ -287,7 +287,7 @@ def _parameter(name: str) -> str:
 
 
 def _saved_part_shards(trainer: Trainer, path: Path) -> list[TensorShard]:
-    """List the state of parts to load: nothing where some of it was saved in other shapes."""
+    """List the state of parts to load; nothing if some of it is missing or has other shapes."""
     wanted, found = _part_shards(trainer), inspect_checkpoint(path).arrays
     others = [s for s in wanted if s.name not in found or found[s.name].shape != s.global_shape]
     return [] if summed(trainer.state, len(others))[0] else wanted
@@ -326,7 +326,7 @@ def _is_finite(trainer: Trainer) -> bool:
 
 
 def _damaged(trainer: Trainer, path: Path) -> list[str]:
-    """Name the weights that are not finite, or whose moments are not, on any rank."""
+    """Name the weights with values or moments that are not finite, on any rank."""
     own, prefix = set(trainer.optimizer.inner.non_finite()), f"{RunFolder.WEIGHTS}/"
     names = sorted(n for n in inspect_checkpoint(path).arrays if n.startswith(prefix))
     numbers = summed(trainer.state, *(name.removeprefix(prefix) in own for name in names))
@@ -366,7 +366,7 @@ def _frozen_shards(trainer: Trainer, *, copies: bool = False) -> list[TensorShar
 
     Args:
         trainer: The trainer.
-        copies: Copy them to the dtype that masters have, to be saved like those.
+        copies: Copy them to the dtype of masters, to be saved like masters.
     """
     codes = codes_of(trainer.stages)
     frozen = {

@@ -1,4 +1,4 @@
-"""Starting points: nothing, the run's last checkpoint, or another run's."""
+"""Starting points: nothing, the run's last checkpoint, or another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _FIXED = ("seed", "sequence_length")
 
 
 def _of_adapters(lora: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what two parts of a run need to have in common."""
+    """Return the settings of adapters that two parts of a run must have in common."""
     return None if lora is None else {"base_format": None, **lora, "dropout": None, "from": None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins.
+    """The starting point of a run.
 
     Attributes:
         path: The checkpoint; None for a new run.
         saved: Metadata of the checkpoint.
-        own: Whether it is the run's own.
-        weights_only: Whether only the model is taken from it.
+        own: Whether the checkpoint is the run's own.
+        weights_only: Whether only the model is taken from the checkpoint.
         imported: Metadata of imported weights, which no run trained.
         pretrained: Hugging Face folder with the initial weights of a new run.
     """
@@ -50,17 +50,17 @@ class Start:
 
     @property
     def continued(self) -> SavedRun | None:
-        """The checkpoint whose run goes on; None for a new run, whatever its weights are."""
+        """The metadata of the continued run; None for a new run with any weights."""
         return None if self.weights_only else self.saved
 
     @property
     def progress(self) -> Progress:
-        """How far the run is."""
+        """The progress of the run."""
         return Progress() if self.continued is None else self.continued.progress
 
     @property
     def tokenizer(self) -> Path | None:
-        """Tokenizer of another run, whose weights expect it."""
+        """Tokenizer of another run, if the weights come from that run."""
         if self.path is None or self.own or object_url(self.path):
             return None
         path = RunFolder.of(self.path).tokenizer
@@ -71,14 +71,15 @@ class Start:
         phases: Sequence[tuple[int, Sequence[MixtureSource]]],
         order: Literal["split", "shortfall"] = "split",
     ) -> list[Mixture]:
-        """Return what the run draws from: from here on, and from each later phase on.
+        """Return the mixtures of the run: the one from here on, and one for each later phase.
 
-        What goes on unchanged keeps its order. A phase begins where the one before leaves its
-        sources, by numbers alone: so a run that goes on draws what it would have drawn.
+        An unchanged mixture keeps its order. A phase begins where the one before leaves its
+        sources, by numbers alone, so a continued run draws the same samples as without a stop.
 
         Args:
-            phases: Sources and their shares, each with the number of samples before; the first 0.
-            order: Order of a mixture that begins.
+            phases: Sources and their shares, each with the number of samples before; 0 for the
+                first.
+            order: Order of a new mixture.
         """
         samples = self.progress.samples
         now = [sources for begin, sources in phases if begin <= samples][-1]
@@ -92,7 +93,7 @@ class Start:
         return found
 
     def describe(self, config: RunConfig, tokenizer: str | None) -> list[str]:
-        """Return lines on where the run starts and which settings change.
+        """Return lines on the run's starting point and the changed settings.
 
         Args:
             config: The configuration from here on.
@@ -122,13 +123,13 @@ def find_start(
     Args:
         loaded: The configuration.
         out: The run's folder, which is this process's own.
-        held: Keeps a checkpoint of another run, which may still save and remove, until it closes.
-        step: Which of that run's checkpoints; None for the last one.
+        held: Holds a checkpoint of another run against removal until it closes.
+        step: Step of the other run's checkpoint; None for the last one.
 
     Raises:
-        ConfigError: `checkpoint.load` names none.
-        ResumeError: Its metadata is not what mt-train writes.
-        CheckpointError: It is damaged.
+        ConfigError: `checkpoint.load` names no checkpoint.
+        ResumeError: The metadata was not written by mt-train.
+        CheckpointError: The checkpoint is damaged.
     """
     own = latest_checkpoint(loaded.config.checkpoint.folder(out))
     if own is not None:
@@ -166,13 +167,13 @@ def check_start(
     """Check that a run can go on with this configuration where another part of it ended.
 
     Args:
-        start: What it starts from.
+        start: Starting point of the run.
         loaded: The configuration from here on.
         model: The model, as `ModelConfig.to_dict` gives it.
         tokenizer: The SHA-256 of the tokenizer, if there is one.
 
     Raises:
-        ResumeError: It can't; all reasons are listed, with the way out.
+        ResumeError: The run can't go on; the error lists all reasons and a way to continue.
     """
     saved = start.continued
     if saved is None:

@@ -26,12 +26,12 @@ from mt_train.config.loading import LoadedConfig
 
 
 def codes_of(stages: Iterable[GPT]) -> Mapping[str, WeightCodes]:
-    """Return the codes of a rank's stages by the names of the weights whose place they take."""
+    """Return the codes of a rank's stages by the names of the replaced weights."""
     return {f"{n}.weight": codes for stage in stages for n, codes in weight_codes(stage).items()}
 
 
 def is_code(name: str, codes: Mapping[str, WeightCodes]) -> bool:
-    """Return whether a parameter is codes of a weight, or scales of theirs."""
+    """Return whether a parameter holds the codes of a weight, or their scales."""
     owner, _, _ = name.partition(".codes.")
     return name in codes or (owner != name and f"{owner}.weight" in codes)
 
@@ -46,7 +46,7 @@ def fill_codes(
     Args:
         codes: Codes by the names of their weights.
         state: This rank's place.
-        read: Fills the tensor of a shard of a weight.
+        read: Function that fills the tensor of a weight's shard.
     """
     for name, own in codes.items():
         part = cast("nn.Parameter", torch.empty(own.full_shape, dtype=torch.float32))
@@ -63,7 +63,7 @@ def check_base_format(loaded: LoadedConfig, model: ModelConfig) -> None:
     Every rank finds the same, whatever part of the model it has.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The format is unknown, or does not fit.
     """
     lora, parallel = loaded.config.lora, loaded.config.parallel
     if lora is None or lora.base_format is None:

@@ -1,4 +1,4 @@
-"""The lines by which `mt-train run` reports once which kernel computes each operation."""
+"""The lines with the kernel of each operation, which `mt-train run` prints once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mt_model import GPT
 from mt_parallel_state import ParallelState, share_json
 
-# What the compiler fuses from plain forms, unless another kernel was asked for.
+# Operations that the compiler fuses from plain forms, unless another kernel is requested.
 _IN_GRAPHS = (
     *("rms_norm", "layer_norm", "residual", "rope"),
     *("gated", "squared_relu", "bias_gelu", "silu_product"),
@@ -15,14 +15,14 @@ _IN_GRAPHS = (
 
 
 def kernel_lines(stages: Sequence[GPT], state: ParallelState, *, compiled: bool) -> Iterator[str]:
-    """Yield a line for each operation with several kernels: which computes it, and why.
+    """Yield a line for each operation with several kernels: the chosen one, and the reason.
 
-    All ranks of a pipeline call it together, as each knows its own stages: one `share_json`.
+    All ranks of a pipeline call it together, since each knows only its stages: one `share_json`.
 
     Args:
         stages: Stages of this rank.
         state: Place of this rank.
-        compiled: They run under torch.compile, where `auto` is the plain form.
+        compiled: Whether they run under torch.compile, where `auto` is the plain form.
     """
     choices = (choice for stage in stages for choice in stage.chosen_kernels())
     own = [(c.operation, c.kernel, c.reason, list(c.others)) for c in choices]

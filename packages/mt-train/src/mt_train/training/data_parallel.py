@@ -1,4 +1,4 @@
-"""What data-parallel ranks sum, and what they share out."""
+"""Reduction of gradients and sharding of parameters over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mt_train.config.parallel_section import DataParallelSection
 from mt_train.config.run_config import RunConfig
 
 AXES = "dp-cp"
-EXPERT_AXES = "edp"  # of weights that ranks of experts share
+EXPERT_AXES = "edp"  # axes for weights that ranks of experts share
 
 
 def reduction(
     section: DataParallelSection, state: ParallelState
 ) -> Callable[[str, Tensor], Reduction]:
-    """Return who sums each parameter's gradients, how, and who keeps which part of the sums."""
+    """Return the reduction of each parameter's gradients: its ranks, its form and its sharding."""
     dense = _reduction(section, state, AXES)
     if state.size("ep") == 1 and state.size("etp") == state.size("tp"):
         return lambda name, param: dense  # the ranks of the expert view are those of the dense one

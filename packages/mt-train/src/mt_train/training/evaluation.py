@@ -24,12 +24,12 @@ _CHUNK = 8
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """Held-out rows, and how an evaluation reads them.
+    """Held-out rows, with the options of their evaluation.
 
     Attributes:
         data: The rows.
-        micro_batch_size: Rows per forward pass.
-        max_windows: Use the first rows only; None for all.
+        micro_batch_size: Number of rows per forward pass.
+        max_windows: Number of first rows to use; None for all.
     """
 
     data: HeldOutRows
@@ -42,7 +42,7 @@ def evaluate(trainer: Trainer, sets: Mapping[str, HeldOut]) -> Record | None:
 
     Bits per byte is the total negative log-likelihood in bits over the bytes of the text, so it
     does not depend on the tokenizer; with `max_windows` the bytes are counted in proportion. There
-    is none where only some of the text is written, as of spans.
+    is no such value if only a part of the text is predicted, as with spans.
 
     Args:
         trainer: Its model is evaluated.
@@ -50,9 +50,9 @@ def evaluate(trainer: Trainer, sets: Mapping[str, HeldOut]) -> Record | None:
 
     Returns:
         `step`, `val_loss` (nats per token), `bits_per_byte` and for each further loss of the model
-        `val_<name>_loss`, of all sets together, and of each set with a name the same as
-        `val_loss/<set>`; and `val_<name>_loss` of each variant of the rows. They are equal on all
-        ranks. None when a rank was asked to stop before the end.
+        `val_<name>_loss`, of all sets together; the same numbers of each named set as
+        `val_loss/<set>` and so on; and `val_<name>_loss` of each variant of the rows. They are
+        equal on all ranks. None if a rank was asked to stop before the end.
     """
     record, parts, variants = {}, [], {}
     for name, held_out in sets.items():
@@ -82,7 +82,7 @@ def _added(sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _variant_loss(variant: str, sums: Sequence[Mapping[str, float]]) -> Record:
-    """Return the mean loss of the language model; nothing where there are no labels."""
+    """Return the mean loss of the language model; empty without labels."""
     found = _added(sums)
     return {f"val_{variant}_loss": found["lm"] / found["tokens"]} if found["tokens"] else {}
 
@@ -93,7 +93,7 @@ def _names(trainer: Trainer) -> list[str]:
 
 
 def _num_bytes(found: Mapping[str, float], text: HeldOutRows) -> float | None:
-    """Return the bytes of the text whose tokens were evaluated, if they are known."""
+    """Return the number of bytes of the evaluated tokens' text, if known."""
     return None if text.num_bytes is None else text.num_bytes * found["tokens"] / text.num_labels
 
 
@@ -108,7 +108,7 @@ def _means(trainer: Trainer, found: Mapping[str, float], num_bytes: float | None
 
 
 def _sums(trainer: Trainer, held_out: HeldOut, all_rows: InOrder) -> dict[str, float] | None:
-    """Return the losses and counts of some rows on all ranks; None when a rank is to stop."""
+    """Return the losses and counts of some rows on all ranks; None if a rank was asked to stop."""
     state = trainer.state
     count = min(len(all_rows), held_out.max_windows or len(all_rows))
     batches = all_rows.batches(
@@ -144,15 +144,15 @@ def _sums(trainer: Trainer, held_out: HeldOut, all_rows: InOrder) -> dict[str, f
 
 
 def _rows(batch: MicroBatch) -> NDArray[np.bool_]:
-    """Tell which rows are windows; the others only fill batches up, without labels."""
+    """Return whether each row is a window; the others only fill batches, without labels."""
     return batch["sample_ids"] >= 0
 
 
 def _without_filling(batch: MicroBatch, joined: Set[str]) -> MicroBatch:
-    """Leave out the rows that fill a batch up: losses of layers are of all tokens.
+    """Leave out the rows that only fill a batch, since losses of layers cover all tokens.
 
-    One of nothing else stays, as ranks may run layers together; its losses do not count. Of arrays
-    in `joined`, such as images, these rows have nothing.
+    A batch of only such rows stays, since ranks may run layers together; its losses do not count.
+    Such rows have no items of arrays in `joined`, such as images.
     """
     rows = _rows(batch)
     if rows.all() or not rows.any():

@@ -17,7 +17,7 @@ _SHOWN = 8
 
 
 def freeze(modules: Iterable[nn.Module], patterns: Iterable[str]) -> None:
-    """Freeze the parameters that one of the globs names, themselves or with their part."""
+    """Freeze the parameters that a glob matches, by their own name or by their part's name."""
     for module in modules:
         for name, param in module.named_parameters():
             if any(_names(pattern, name) for pattern in patterns):
@@ -25,7 +25,7 @@ def freeze(modules: Iterable[nn.Module], patterns: Iterable[str]) -> None:
 
 
 def _names(pattern: str, name: str) -> bool:
-    """Return whether a glob names a parameter, or a part of the model around it."""
+    """Return whether a glob matches a parameter, or a part of the model around it."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
@@ -39,9 +39,9 @@ def whole_model(loaded: LoadedConfig, model: ModelConfig) -> nn.Module:
 
 
 def check_freezing(loaded: LoadedConfig, model: ModelConfig) -> None:
-    """Check that adapters and frozen parameters are of the model, and that something is trained.
+    """Check that adapters and frozen parameters exist in the model, and that something is trained.
 
-    Every rank finds the same, whatever part of the model it has.
+    Every rank finds the same problems, whatever part of the model it has.
 
     Raises:
         ConfigError: A glob matches nothing, adapters do not fit, or nothing is left to train.

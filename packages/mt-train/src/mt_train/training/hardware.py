@@ -1,4 +1,4 @@
-"""What the machine is: peak arithmetic rates and memory in use."""
+"""Properties of the machine: peak arithmetic rates and memory in use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PEAK = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return a device's dense peak in FLOP/s, or None where no figure is known (CPUs)."""
+    """Return a device's dense peak in FLOP/s, or None if no figure is known (CPUs)."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
     name = torch.cuda.get_device_name(device)
@@ -30,14 +30,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def bf16_speedup(*, size: int = 512, rounds: int = 5) -> float:
-    """Measure how many times as fast as in fp32 this CPU multiplies matrices in bf16.
+    """Measure the ratio of this CPU's speeds of matrix products in bf16 and in fp32.
 
-    Names of instructions don't tell: with the same ones it is about 1 on one maker's chips and
-    above 2 on another's, and far below 1 where there are none.
+    Names of instructions don't show it: with the same ones it is about 1 on one maker's chips and
+    above 2 on another's, and far below 1 without such instructions.
 
     Args:
         size: Rows and columns of the matrices.
-        rounds: Number of measurements, in seconds of this thread; the best one counts, as it was
+        rounds: Number of measurements, in seconds of this thread; the best one counts, since it was
             disturbed least.
     """
     seconds = {}

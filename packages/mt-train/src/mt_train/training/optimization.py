@@ -26,14 +26,14 @@ from mt_train.config.run_config import RunConfig
 from mt_train.training.freezing import whole_model
 
 _OF_MATRICES = ("muon", "adaptive_muon", "soap")
-_ADAMW_SIZE = 0.2  # of a spectral step: the size that a step of AdamW has
+_ADAMW_SIZE = 0.2  # factor of a spectral step that gives it the size of AdamW's steps
 
 
 def optimizer_config(config: RunConfig) -> OptimizerConfig:
-    """Return what mt-optim builds the run's optimizer of; fields of one name are the same setting.
+    """Return mt-optim's config of the run's optimizer; fields of one name are the same setting.
 
-    A run in fp64 also makes matrices orthogonal in fp64, so that it shows that the layout changes
-    nothing; the others do that in bf16.
+    A run in fp64 also makes matrices orthogonal in fp64, which shows that the layout changes
+    nothing; other runs do that in bf16.
     """
     section = config.optimizer
     shared = {item.name for item in fields(OptimizerConfig)} & {x.name for x in fields(section)}
@@ -65,12 +65,12 @@ def _overrides(section: OptimizerSection) -> tuple[GroupOverride, ...]:
 
 
 def check_overrides(loaded: LoadedConfig, model: ModelConfig) -> None:
-    """Check that each override and norm group is of some parameter, and none contradict.
+    """Check that each override and norm group matches a parameter, and none contradict.
 
-    Every rank finds the same, whatever part of the model it has.
+    Every rank finds the same problems, whatever part of the model it has.
 
     Raises:
-        ConfigError: One is of none, or two contradict each other.
+        ConfigError: One matches no parameter, or two contradict each other.
     """
     section = loaded.config.optimizer
     globs = {"overrides": section.overrides, "norm_groups": section.norm_groups}
@@ -92,5 +92,5 @@ def check_overrides(loaded: LoadedConfig, model: ModelConfig) -> None:
 
 
 def kept_whole(config: RunConfig) -> Callable[[str, torch.Tensor], bool] | None:
-    """Return which parameters one data-parallel rank has to step whole; None for any."""
+    """Return which parameters one data-parallel rank must step as a whole; None if none."""
     return is_hidden_matrix if config.optimizer.name in _OF_MATRICES else None

@@ -15,12 +15,13 @@ class Progress:
     """Progress of a run, which a checkpoint records.
 
     Attributes:
-        step: Completed steps.
-        samples: Samples trained on; the step does not tell, as the batch size may have changed.
+        step: Number of completed steps.
+        samples: Number of samples trained on; it does not follow from the step, since the batch
+            size may have changed.
         elapsed: Seconds spent in training steps, over all parts of the run.
-        skipped: Steps of these that changed no weight, as their gradient was not finite or too
-            large. Their samples are gone, and they count to the end of the run, but the schedule
-            does not move on with them.
+        skipped: Number of completed steps that changed no weight, because their gradient was not
+            finite or too large. Their samples are used up, and they count towards the end of the
+            run, but not for the schedule.
     """
 
     step: int = 0
@@ -35,7 +36,7 @@ class Progress:
 
 
 class Course:
-    """The rates and the end of a run, as functions of its progress: set, and never added to.
+    """The rates and the end of a run, as functions of its progress, without state.
 
     Args:
         config: The run.
@@ -63,11 +64,11 @@ class Course:
         )
 
     def position(self, progress: Progress) -> float:
-        """Return the position in the schedule, in updates; the time budget may run ahead."""
+        """Return the position in the schedule, in updates; the time budget may advance it."""
         return max(progress.updates, self._steps_by_time(progress))
 
     def finished(self, progress: Progress) -> bool:
-        """Tell whether the steps, or the time budget, are used up."""
+        """Return whether the steps, or the time budget, are used up."""
         return self._done(progress) >= self.steps
 
     def learning_rate(self, progress: Progress) -> float:
@@ -90,7 +91,7 @@ class Course:
         return progress.elapsed * max(self.steps - done, 0.0) / max(done, 1e-9)
 
     def _done(self, progress: Progress) -> float:
-        """Return how far the run is, in steps; skipped ones are over too."""
+        """Return the progress of the run in steps, including skipped ones."""
         return max(progress.step, self._steps_by_time(progress))
 
     def _steps_by_time(self, progress: Progress) -> float:
@@ -100,10 +101,10 @@ class Course:
 
 
 class StepMeter:
-    """A clock that runs while training steps do, and not while the run evaluates or saves.
+    """A clock that runs during training steps, and not during evaluations or saves.
 
-    A lap ends where the ranks agree on the time: the wait for that, which on a GPU is most of a
-    step, and the update lie in the next lap.
+    A lap ends where the ranks agree on the time: the wait for the agreement, which on a GPU is most
+    of a step, and the update are in the next lap.
     """
 
     def __init__(self) -> None:
@@ -122,5 +123,5 @@ class StepMeter:
         return seconds
 
     def stop(self) -> None:
-        """Stop the clock; what ran since the lap counts to the next one."""
+        """Stop the clock; the time since the last lap counts for the next one."""
         self._carried = time.perf_counter() - self._since

@@ -1,4 +1,4 @@
-"""Which stages of the model this rank holds, under any pipeline schedule."""
+"""The stages of the model on this rank, under any pipeline schedule."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def build_stages(
 ) -> list[GPT]:
     """Build the stages that the schedule gives this rank, in its order.
 
-    An embedding whose two ends are on one rank is one parameter, and so are the tables that
-    all stages hold. With two directions every
-    stage is on two ranks: the second is a copy, and both have partial gradients over "mirror".
+    An embedding whose two ends are on one rank is one parameter, and so are the tables that all
+    stages hold. With two directions every stage is on two ranks: the second is a copy, and both
+    have partial gradients over "mirror".
     Parameters are on the meta device, for `shard` to give them memory.
 
     Args:
@@ -50,7 +50,7 @@ def build_stages(
 
 
 def ends_of(stages: Sequence[GPT]) -> tuple[Stage, ...]:
-    """Return which ends of the pipeline a rank's stages are, or that they are in its middle."""
+    """Return the place of a rank's stages in the pipeline: its ends, or its middle."""
     first = any(stage.has_embedding for stage in stages)
     last = any(stage.has_head for stage in stages)
     if first and last:
@@ -76,7 +76,7 @@ def stage_options(config: RunConfig) -> dict[str, Any]:
 def initial_values(
     stages: Sequence[GPT], config: ModelConfig, state: ParallelState, *, seed: int
 ) -> Callable[[str, Tensor], None]:
-    """Return what fills the parameters of stages on the meta device, by their global names."""
+    """Return a function that fills the parameters of stages, given their global names."""
     fills: dict[str, Callable[[str, nn.Parameter], None]] = {}
     for stage in stages:
         fill = initializer(stage, config, state, seed=seed)
@@ -113,7 +113,7 @@ def _mark(param: nn.Parameter, partial: tuple[str, ...], *, is_copy: bool) -> No
 def named_parameters(
     schedule: Schedule, rank: int, stages: Sequence[GPT]
 ) -> dict[str, nn.Parameter]:
-    """Every parameter of a rank's stages once, by its global name, in the order of the model.
+    """Return each parameter of a rank's stages once, by its global name, in the model's order.
 
     Two ranks with the same stages, one for each direction, list them in the same order, so that
     ZeRO cuts them at the same places.
@@ -124,7 +124,7 @@ def named_parameters(
 
 
 def backwards_per_step(schedule: Schedule, rank: int, stages: Sequence[GPT]) -> dict[str, int]:
-    """How many backward passes of a step give a gradient to each parameter of a rank."""
+    """Return the number of backward passes of a step with a gradient of each parameter."""
     counts: Counter[str] = Counter()
     for number, stage in zip(schedule.stages_of(rank), stages, strict=True):
         for name, _ in stage.named_parameters():

@@ -57,7 +57,7 @@ class NonFiniteLossError(UserError, RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step as all ranks see it.
+    """The result of a step, equal on all ranks.
 
     Attributes:
         record: Its metrics.
@@ -71,15 +71,15 @@ class Step:
 
 
 class Trainer:
-    """Trains one model on one layout; every rank holds one.
+    """The trainer of one model on one layout; every rank has one.
 
     Args:
         config: The run.
         model_config: The layer list.
         state: This rank's place in the layout.
-        sampler: Gives the micro-batches of any step.
-        stop: Looked at after every step; a request on one rank stops all.
-        on_event: Called with the name of each point reached (fault injection).
+        sampler: Source of the micro-batches of any step.
+        stop: Stop request, checked after every step; a request on one rank stops all.
+        on_event: Function to call with the name of each point reached (fault injection).
         folder: Folder for files that parts write beside checkpoints.
     """
 
@@ -180,7 +180,7 @@ class Trainer:
         width = model.hidden_size + sum(part.extra_hidden_size for part in self.parts)
 
         def activation(batch: Batch) -> TensorSpec:
-            """Return what one stage hands to the next for a micro-batch."""
+            """Return the shape of the tensor between two stages for a micro-batch."""
             rows, length = len(batch["tokens"]), model.handed_tokens(batch)
             return TensorSpec((rows, length // shards, width), self.dtype)
 
@@ -216,14 +216,14 @@ class Trainer:
 
     @property
     def finished(self) -> bool:
-        """Tell whether the steps, or the time budget, are used up."""
+        """Return whether the steps, or the time budget, are used up."""
         return self.course.finished(self.progress)
 
     def train_step(self, *, save: bool = False) -> Step:
         """Run one optimizer step.
 
         Args:
-            save: Whether this rank finds that it is time for a checkpoint.
+            save: Whether this rank requests a checkpoint.
 
         Raises:
             NonFiniteLossError: On every rank, before any parameter has changed.
@@ -318,12 +318,12 @@ class Trainer:
         return [{name: max(next(shared), 1.0) * parts for name in names} for _ in labels]
 
     def _check_finite(self, losses: Mapping[str, float]) -> None:
-        """Raise on every rank alike; a smaller loss scale is no help, so no step is skipped."""
+        """Raise on every rank; a smaller loss scale would not help, so no step is skipped."""
         if not all(map(math.isfinite, losses.values())):
             raise _not_applied(f"step {self.progress.step + 1}: {_named(losses)}")
 
     def _check_skipped(self, losses: Mapping[str, float], result: StepResult) -> None:
-        """Raise on every rank alike where a step may not be skipped, or too many are."""
+        """Raise on every rank if a step may not be skipped, or too many are skipped."""
         what = f"{result.why_skipped()}; {_named(losses)}"
         if result.is_finite or self.optimizer.scaler is not None:
             if self._skipped_in_a_row + 1 < _MOST_SKIPPED:
@@ -332,7 +332,7 @@ class Trainer:
         raise _not_applied(what)
 
     def close(self) -> None:
-        """Close the parts, end the thread that reads ahead, and let go of gradients and groups.
+        """Close the parts, end the thread that reads ahead, and release gradients and groups.
 
         The parameters' hooks keep the buffer alive, in a cycle that garbage collection can't see.
         """
@@ -347,7 +347,7 @@ class Trainer:
             stage.train(training)
 
     def stop_requested(self) -> bool:
-        """Tell whether any rank was asked to stop; every rank calls it and gets one answer."""
+        """Return whether any rank was asked to stop; every rank calls it and gets one answer."""
         return summed(self.state, self._stop.requested)[0] > 0
 
     def weights_loaded(self) -> None:
@@ -391,7 +391,7 @@ class Trainer:
         }
 
     def _found(self, result: StepResult) -> Record:
-        """Return what the optimizer found in the gradient."""
+        """Return the optimizer's measurements of the gradient."""
         found: Record = {"grad_norm": result.grad_norm or 0.0}
         found |= {f"grad_norm/{name}": norm for name, norm in result.norms.items()}
         if result.zeros is not None:

@@ -1,4 +1,4 @@
-"""Conversations, of which the assistant's turns are learnt."""
+"""Conversations, with labels on the assistant's turns."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class ChatData(DataSection):
             with `model.from` is that folder.
         packing: With `best-fit` a row has several conversations, which fill it by best fit, and
             attention stays within each; with `none` it has one.
-        too_long: What becomes of a conversation that is longer than a row: `refuse` ends the run
-            with its line, `drop` leaves it out, `cut` cuts it.
+        too_long: Treatment of a conversation longer than a row: `refuse` ends the run with the
+            conversation's line, `drop` leaves the conversation out, `cut` cuts it.
     """
 
     type_name: ClassVar[str] = "chat"
@@ -54,7 +54,7 @@ class ChatData(DataSection):
         return chat_fields(packed=self.packing == "best-fit")
 
     def files(self) -> Mapping[str, bytes]:
-        """Return the chat template and the tokens that it names, for inference."""
+        """Return the chat template and its special tokens, for inference."""
         source, tokens = self._template()
         if source is None:
             return {}

@@ -1,4 +1,4 @@
-"""Conversations with images, of which the assistant's turns are learnt."""
+"""Conversations with images, with labels on the assistant's turns."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class ImageTextData(ChatData):
 
     Attributes:
         images: Folder of the images that records name; by default the folder of their file.
-        preprocessor: The `preprocessor_config.json` (or `processor_config.json`) that says how
-            images become pixel values; by default the one in the tokenizer's folder.
+        preprocessor: The `preprocessor_config.json` (or `processor_config.json`) with the
+            preprocessing of images; by default the one in the tokenizer's folder.
     """
 
     type_name: ClassVar[str] = "image-text"
@@ -46,7 +46,7 @@ class ImageTextData(ChatData):
     preprocessor: str | None = path_field("")
 
     def check(self, checks: Checks) -> None:
-        """Check that there are files, and what reads them."""
+        """Check that there are files, and that mt-multimodal is installed."""
         super().check(checks)
         if find_spec("mt_multimodal") is None:
             checks.add("kind", "image-text needs: pip install 'mt-train[images]'")
@@ -64,7 +64,7 @@ class ImageTextData(ChatData):
         return {"tokens": sequence_length, **sizes}
 
     def most_items(self, sources: Sources, rows: int) -> Mapping[str, int]:
-        """Return the most images that some rows of an epoch have together, in any order.
+        """Return the largest number of images in any `rows` rows of an epoch together.
 
         Raises:
             DataError: A sample is damaged, the template refuses it, or there is no template.
@@ -76,7 +76,7 @@ class ImageTextData(ChatData):
         return {"images": int(np.resize(most, rows).sum())}
 
     def files(self) -> Mapping[str, bytes]:
-        """Return the chat template, its tokens, and how images become pixel values."""
+        """Return the chat template, its tokens, and the preprocessing of images."""
         from mt_files import read_json
 
         fields = read_json(self._preprocessor(), limit=1 << 22)
@@ -84,7 +84,7 @@ class ImageTextData(ChatData):
         return {**super().files(), _PREPROCESSOR: (json.dumps(fields, indent=2) + "\n").encode()}
 
     def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield that the model takes no images, or images of another size."""
+        """Yield the problem if the model takes no images, or images of another size."""
         yield from super().misfits(config, model)
         if model.images is None:
             text = "image-text, but the model takes no images (model.images); use chat, or a model "

@@ -27,15 +27,16 @@ class MaskingSection:
         masked: Share of the predicted tokens that become the mask token.
         random: Share of the predicted tokens that become a random token; the rest stays unchanged.
         whole_words: Hide words with all their tokens.
-        spans: Hide spans of several words, or tokens without `whole_words`, that become the same:
-            `geometric` has SpanBERT's lengths, `ngrams` those of n words in proportion to 1 / n.
+        spans: Hide spans of several words, or of several tokens without `whole_words`, with one
+            replacement for a span: `geometric` has SpanBERT's lengths; with `ngrams` a length n has
+            a share in proportion to 1 / n.
         longest: Length of the longest span.
-        pairs: Rows of two texts, of which the second follows the first or is of another document;
-            which of the two it is is learnt by `model.pooled_head` (next sentence prediction).
-        cls: The token in front of a row.
-        sep: The one behind each text.
-        mask: What hidden tokens become.
-        pad: What fills a row up.
+        pairs: Rows of two texts, in which the second text follows the first or comes from another
+            document; `model.pooled_head` learns the difference (next sentence prediction).
+        cls: Token at the beginning of a row.
+        sep: Token after each text.
+        mask: Token in place of hidden tokens.
+        pad: Padding token.
     """
 
     fraction: float = 0.15
@@ -72,14 +73,14 @@ class MaskingSection:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedData(DataSection):
-    """Rows `[CLS] text [SEP]` from one document, padded, of which hidden tokens are predicted.
+    """Padded rows `[CLS] text [SEP]` from one document, with hidden tokens to predict.
 
-    It takes a model of `causal: false`, as BERT is.
+    It takes a model with `causal: false`, such as BERT.
 
     Attributes:
         masking: Masking, by default `{fraction: 0.15, masked: 0.8, random: 0.1, whole_words: false,
             spans: none, longest: 10, pairs: false}`, and the names of the special tokens `cls`,
-            `sep`, `mask` and `pad`, which `tokenizer` needs to have. With `pairs` a row is
+            `sep`, `mask` and `pad`, which `tokenizer` must have. With `pairs` a row is
             `[CLS] a [SEP] b [SEP]`, and `model.pooled_head` learns whether b follows a.
     """
 
@@ -102,7 +103,7 @@ class MaskedData(DataSection):
         return masked_fields(pairs=self.masking.pairs)
 
     def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield what does not go with hidden tokens, or with pairs."""
+        """Yield settings that do not go with hidden tokens, or with pairs."""
         yield from super().misfits(config, model)
         pairs, length = self.masking.pairs, config.training.sequence_length
         least = 5 if pairs else 3  # with the special tokens

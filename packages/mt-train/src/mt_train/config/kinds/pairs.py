@@ -29,8 +29,8 @@ class PairData(DataSection):
         decoder_length: Number of tokens of the decoder; by default `training.sequence_length`.
         packing: With `best-fit` a row has several pairs, and attention stays within each; with
             `none` it has one.
-        too_long: What becomes of a pair of which a text is longer than a row: `refuse` ends the run
-            with its line, `drop` leaves it out, `cut` cuts it.
+        too_long: Treatment of a pair with a text longer than a row: `refuse` ends the run with the
+            pair's line, `drop` leaves the pair out, `cut` cuts both texts.
     """
 
     type_name: ClassVar[str] = "pairs"
@@ -65,7 +65,7 @@ class PairData(DataSection):
         return {"training.sequence_length": sequence_length, "data.decoder_length": decoder}
 
     def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield what does not go with an encoder and its pairs."""
+        """Yield settings that do not go with an encoder and its pairs."""
         yield from super().misfits(config, model)
         length, most = self._decoder(config.training.sequence_length), model.max_sequence_length
         if length > most:

@@ -1,4 +1,4 @@
-"""Phases of a run, in which its sources have other shares."""
+"""Phases of a run, with other shares of its sources."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ _MAX_WEIGHT = 1e100
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSection:
-    """Shares of the sources from some sample of the run on.
+    """Shares of the sources from a given sample of the run on.
 
     Attributes:
         from_: Number of the run's samples before the phase.
-        from_tokens: Number of tokens before it instead; it begins with the next whole sample.
+        from_tokens: Number of tokens before the phase, instead of samples; the phase begins with
+            the next whole sample.
         weights: Share of each entry of `data.train`; 0 leaves a source out.
     """
 
@@ -42,10 +43,10 @@ class PhaseSection:
 def share_problems(
     weights: Sequence[float], train: Sequence[str], *, may_rest: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with shares.
+    """Yield the problems of shares.
 
     Args:
-        weights: The shares; none stand for those that follow from the numbers of tokens.
+        weights: The shares; empty for shares in proportion to the numbers of tokens.
         train: The sources.
         may_rest: Whether a share of 0 may leave a source out.
     """
@@ -63,7 +64,7 @@ def share_problems(
 def phase_problems(
     phases: Sequence[PhaseSection], train: Sequence[str], weights: Sequence[float]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (key, text) of what is wrong with the phases of a run."""
+    """Yield (key, text) of each problem of a run's phases."""
     if not phases:
         return
     if not train:

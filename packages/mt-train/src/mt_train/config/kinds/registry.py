@@ -33,7 +33,7 @@ KINDS: tuple[type[DataSection], ...] = (
     RetroData,
     ImageTextData,
 )
-# Keys of files from before there was `data.kind`, and the kinds that they stand for.
+# Keys of files from before `data.kind` existed, and their kinds.
 _OBJECTIVES = {"clm": TextData.type_name, "mlm": MaskedData.type_name}
 
 
@@ -51,11 +51,11 @@ def load_installed_kinds() -> None:
 
 
 def with_kind(data: Any) -> Any:
-    """Return a section `data` as written in a file, with `kind` where it has older keys.
+    """Return a section `data` as written in a file, with `kind` in place of older keys.
 
     `objective: clm` and `mlm` are the kinds text and masked, and `spans` is the kind spans. Keys of
-    other kinds that are written as null or with their default, as older versions write them into
-    `config.yaml`, are left out.
+    other kinds are left out if they are null or have their default, since older versions write them
+    into `config.yaml`.
     """
     if not isinstance(data, dict) or "kind" in data:
         return data
@@ -91,7 +91,7 @@ def saved_data(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def key_of_another_kind(key: str, kind: str) -> str | None:
-    """Return the text for a key that the run's kind does not have and another one has."""
+    """Return the text for a key that the run's kind lacks and another kind has."""
     others = [name for name, each in known_kinds().items() if key in each.own_keys()]
     if not others or kind in others:
         return None

@@ -30,12 +30,12 @@ class RetroData(DataSection):
     that reads no neighbours learns the same rows, and its two losses are equal.
 
     Attributes:
-        neighbours: Folders that `mt-retro query` made: for each data set of `train` and
-            `validation` one, in any order, as each belongs to the data set of its digest. The rows
+        neighbours: Folders that `mt-retro query` made: one for each data set of `train` and
+            `validation`, in any order, since each belongs to the data set of its digest. The rows
             have as many neighbours as all of the folders.
-        database: Folder of the database whose neighbours they are.
+        database: Folder of the database with these neighbours.
         overlap: Shares between 0 and 1 in ascending order, such as `[0.125, 0.5]`: held-out labels
-            are also evaluated apart, by how much of their chunk the neighbours repeat.
+            are also evaluated in groups, by the share of their chunk that the neighbours repeat.
     """
 
     type_name: ClassVar[str] = "retro"
@@ -46,7 +46,7 @@ class RetroData(DataSection):
     overlap: tuple[float, ...] = ()
 
     def check(self, checks: Checks) -> None:
-        """Check that there are neighbours, a database, and what reads them."""
+        """Check the neighbours, the database and the overlap, and that mt-retro is installed."""
         if find_spec("mt_retro") is None:
             checks.add("kind", "retro needs: pip install 'mt-train[retro]'")
         if self.corpus is not None:
@@ -84,7 +84,7 @@ class RetroData(DataSection):
         return self._records()[0].chunk
 
     def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield what does not go with chunks and their neighbours."""
+        """Yield settings that do not go with chunks and their neighbours."""
         from mt_data import DataError
 
         yield from super().misfits(config, model)
@@ -116,7 +116,8 @@ class RetroData(DataSection):
         """Open a data set with its neighbours.
 
         Raises:
-            DataError: No folder has neighbours of this data set, or they are of another database.
+            DataError: No folder has neighbours of this data set, or they come from another
+                database.
         """
         return self._opened(replace(sources, train=(path,)))[0]
 

@@ -1,4 +1,4 @@
-"""The section `data` of a run's configuration, and what each kind of rows answers for."""
+"""The section `data` of a run's configuration, and the interface of a kind of rows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _SET_NAME = re.compile(r"[\w.-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """What the rows of a run are made of.
+    """The sources of a run's rows.
 
     Attributes:
         train: Paths of `data.train`, or of the tokens of `data.corpus`.
-        weights: Share of each path; empty where none are given.
+        weights: Share of each path; empty if no shares are given.
         validation: Paths of one set of held-out data; none without one.
         tokenizer: Tokenizer of the run; None for token files without one.
         model: The model.
@@ -41,7 +41,7 @@ class Sources:
         num_samples: Number of samples of the whole run.
         stride: `evaluation.stride`.
         orders: Folder for files with the orders of large data sets, which ranks share.
-        shards: The training tokens of a corpus in shards, of which `train` names the first.
+        shards: The training tokens of a corpus in shards; `train` has the first shard.
     """
 
     train: tuple[Path, ...]
@@ -63,8 +63,8 @@ class HeldOutRows:
 
     Attributes:
         rows: The rows.
-        num_bytes: UTF-8 bytes of the whole held-out text; None where labels are not all of it.
-        num_labels: Number of labels in all rows, of which `num_bytes` are.
+        num_bytes: UTF-8 bytes of the whole held-out text; None if not all of the text is labels.
+        num_labels: Number of labels in all rows, the tokens of these bytes.
         variants: The same rows with a change, such as a part of them masked, by the change's name;
             their loss is reported as `val_<name>_loss`.
     """
@@ -77,12 +77,12 @@ class HeldOutRows:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Where tokens come from, and what rows are made of them: `data.kind` says which.
+    """Sources of the tokens, and the kind of rows made from them (`data.kind`).
 
-    A kind is a subclass with a `type_name`. Its fields are keys of `data` beside the ones here, and
-    its methods answer for all that a run asks of its rows.
+    A kind is a subclass with a `type_name`. Its fields are keys of `data` besides the ones here,
+    and its methods give a run everything that it needs of its rows.
 
-    Paths in the YAML are relative to its folder, those on the command line to the working
+    Paths in the YAML are relative to its folder, paths on the command line to the working
     directory. The tokens of a corpus are built once, in the run's `data` folder.
 
     Attributes:
@@ -93,29 +93,29 @@ class DataSection:
         vocab_size: Vocabulary size of the tokenizer that mt-train trains on the corpus.
         pattern: Rule by which that tokenizer splits text into words: `gpt2`, or `code`, which keeps
             runs of spaces together.
-        validation_fraction: Share of the corpus's documents to hold out. Of a corpus in shards the
-            ones of the first shard are evaluated.
+        validation_fraction: Share of the corpus's documents to hold out. For a corpus in shards,
+            the held-out documents of the first shard are evaluated.
         shard_bytes: Size from which a corpus is built in shards, and the size of a shard in bytes
-            of the source. Each is a sample of the whole corpus, and an epoch reads
-            them one after the other, each in an order of its own; a tokenizer is trained on the
-            first. With `max_files` there is one.
+            of the source. Each shard is a sample of the whole corpus, and an epoch reads them one
+            after the other, each in its own order; a tokenizer is trained on the first. With
+            `max_files` there is one.
         build: When the shards are built: `before` the first step, or `ahead`: training begins when
-            the first one is ready, and waits where it needs one that is not. The numbers are the
-            same, and a run that was killed goes on with the missing shards.
+            the first shard is ready, and waits for a shard that is not ready. The numbers are the
+            same, and a killed run goes on with the missing shards.
         train: Prefixes of prepared `.bin/.idx` files, or the files that the kind of rows reads,
             instead of `corpus`: paths, or URLs of an object store such as `s3://bucket/corpus`.
         weights: Share of each entry of `train` in a batch; by default proportional to its number of
             tokens. With `phases` a share of 0 leaves a source out until a phase gives it one.
-        phases: Other shares from some sample on, in their order: `{from: N, weights: [...]}` after
-            N samples of the run, or `{from_tokens: N, weights: [...]}`. A weight of 0 leaves a
-            source out; one that stays, or comes back, goes on where it was.
+        phases: Other shares from given samples on, in order: `{from: N, weights: [...]}` after N
+            samples of the run, or `{from_tokens: N, weights: [...]}`. A weight of 0 leaves a source
+            out; a source that stays, or comes back, continues at its next sample.
         validation: Prefix of prepared held-out tokens; or several sets by name, such as `{web:
-            PREFIX, code: [PREFIX, PREFIX]}`: each is evaluated by itself, and all of them together.
+            PREFIX, code: [PREFIX, PREFIX]}`: each is evaluated alone, and all of them together.
         tokenizer: File of the tokenizer for `train` or `corpus`: a tokenizer.json or a
             sentencepiece model. Without one, `train` needs `model.vocab_size`, and the run has no
             bits per byte and generates no text.
         eod: The special token of `tokenizer` that ends a document, such as `<|endoftext|>`; needed
-            where the tokenizer has several that may, or none of the usual names.
+            if the tokenizer has several candidates, or none of the usual names.
     """
 
     kind_key: ClassVar[str] = "kind"
@@ -182,13 +182,13 @@ class DataSection:
         for key, text in phase_problems(self.phases, self.train, self.weights):
             checks.add(key, text)
 
-    # What a kind answers for. Each method has a default but `fields` and `dataset`.
+    # The interface of a kind. Each method has a default, except `fields` and `dataset`.
 
     def check(self, checks: Checks) -> None:
         """Check the kind's own keys; the types of all fields are right."""
 
     def fields(self) -> tuple[RowField, ...]:
-        """Return the arrays of a row, but for the `fill` that depends on a tokenizer."""
+        """Return the arrays of a row, without a `fill` that depends on a tokenizer."""
         raise NotImplementedError(f"{type(self).__name__} needs a method fields()")
 
     def sizes(self, sequence_length: int) -> Mapping[str, int]:
@@ -196,7 +196,7 @@ class DataSection:
         return {"tokens": sequence_length}
 
     def lengths(self, sequence_length: int) -> Mapping[str, int]:
-        """Return the lengths of sequences that ranks share, each by the key that decides it."""
+        """Return the lengths of sequences that ranks share, by the keys that decide them."""
         return {"training.sequence_length": sequence_length}
 
     def unit(self) -> int:
@@ -205,7 +205,7 @@ class DataSection:
 
     @property
     def validation_sets(self) -> dict[str, tuple[str, ...]]:
-        """Sets of held-out data by name: paths of each. A single one has no name."""
+        """The paths of each set of held-out data, by name; a single set has no name."""
         given = self.validation
         if given is None or isinstance(given, str):
             return {} if given is None else {"": (given,)}
@@ -213,16 +213,16 @@ class DataSection:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens that a tokenizer of `corpus` is trained with, beside the usual ones."""
+        """Special tokens of a tokenizer trained on `corpus`, besides the usual ones."""
         return ()
 
     @property
     def extra_tokens(self) -> Mapping[str, int]:
-        """Number of tokens of the model behind the tokenizer's own, by the key that adds them."""
+        """Number of tokens of the model after the tokenizer's own, by the key that adds them."""
         return {}
 
     def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield (key, text) of what in the model and the run does not go with these rows."""
+        """Yield (key, text) of settings of the model and the run that do not fit these rows."""
         yield from encoder_misfits(self, model)
         yield from causality_misfits(self, config, model)
         if model.pooled_head is not None and "sequences" not in _counts(self.fields()):
@@ -237,12 +237,12 @@ class DataSection:
         return {}
 
     def corpus_misfits(self, train: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-        """Yield (key, text) of what does not go with the files of a run."""
+        """Yield (key, text) of each setting that does not go with the files of a run."""
         del train
         yield from ()
 
     def rows(self) -> Rows:
-        """Return how samples of running text become rows; data sets that make rows need none."""
+        """Return the `Rows` for samples of running text; data sets that make rows ignore it."""
         from mt_data import Rows
 
         return Rows()
@@ -262,24 +262,23 @@ class DataSection:
         return [self.dataset(path, sources) for path in sources.train]
 
     def most_items(self, sources: Sources, rows: int) -> Mapping[str, int]:
-        """Return the most items that some rows of `train` have together, by their dim.
+        """Return the largest number of items in any `rows` rows of `train` together, by their dim.
 
-        Items are what rows may have any number of: `joined` fields say so. By default there are
-        none.
+        Rows may have any number of items, in `joined` fields. By default there are none.
 
         Args:
-            sources: What the rows are made of; they are made.
+            sources: Sources of the rows, which are made for the count.
             rows: Number of rows.
         """
         del sources, rows
         return {}
 
     def _sharded(self, sources: Sources, shards: Shards) -> RowDataset:
-        """Open a corpus in shards, of which the first is there."""
+        """Open a corpus in shards, whose first shard is finished."""
         from mt_data import ShardedRows
 
         def rows(shard: int) -> RowDataset:
-            with shards.open(shard) as tokens:  # once it is there, and checked
+            with shards.open(shard) as tokens:  # waits for the shard, and checks it
                 return self.dataset(Path(tokens.prefix), sources)
 
         return ShardedRows(
@@ -311,10 +310,10 @@ class DataSection:
 
     @property
     def blend_order(self) -> Literal["split", "shortfall"]:
-        """Order of the samples of several data sets, in runs that begin from here on."""
+        """Order of the samples of several data sets, in new runs."""
         return "split"
 
-    # What follows from a kind's fields.
+    # Properties that follow from a kind's fields.
 
     @property
     def kind(self) -> str:
@@ -333,7 +332,7 @@ def _counts(fields: tuple[RowField, ...]) -> set[Any]:
 
 
 def encoder_misfits(data: DataSection, model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yield that a model with an encoder, and no other, has rows with an input for it."""
+    """Yield the problem unless exactly models with an encoder have rows with an encoder's input."""
     if data.feeds_encoder and not model.encoder_layers:
         text = f"{data.kind}, but the model has no encoder that would read (model.encoder_layers)"
         yield "data.kind", text
@@ -345,7 +344,7 @@ def encoder_misfits(data: DataSection, model: ModelConfig) -> Iterator[tuple[str
 def causality_misfits(
     data: DataSection, config: RunConfig, model: ModelConfig
 ) -> Iterator[tuple[str, str]]:
-    """Yield that a model sees what it is to predict, or can't see what it may."""
+    """Yield the problem if a model sees the tokens to predict, or can't see tokens that it may."""
     where = "model.causal" if config.model.layers is None else "model.layers"
     layers = model.layers[model.encoder_layers :]
     causal = [layer.mixer is None or layer.mixer.is_causal for layer in layers]
@@ -358,7 +357,7 @@ def causality_misfits(
 
 
 def packing_misfits(packing: str, train: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-    """Yield that documents are to be kept apart where it isn't known where they end."""
+    """Yield the problem if documents must be kept apart and their ends are not known."""
     from mt_data import IndexedDataset
 
     if packing == "documents" and all(len(IndexedDataset(prefix)) == 1 for prefix in train):

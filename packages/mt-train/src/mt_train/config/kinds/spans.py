@@ -52,7 +52,7 @@ class SpanSection:
         """Return the decoder's length for a length of the encoder.
 
         Raises:
-            FieldError: There are too few sentinels, or a length does not do.
+            FieldError: There are too few sentinels, or a length is impossible.
         """
         from mt_data import DataError, SpanCorruption
 
@@ -111,7 +111,7 @@ class SpanData(DataSection):
         return {"data.spans.sentinels": self.spans.sentinels}
 
     def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield what does not go with an encoder and its spans."""
+        """Yield settings that do not go with an encoder and its spans."""
         yield from super().misfits(config, model)
         try:
             length = self.spans.decoder(config.training.sequence_length)
@@ -124,7 +124,7 @@ class SpanData(DataSection):
             yield "data.spans.decoder_length", text
 
     def corpus_misfits(self, train: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-        """Yield that there are no documents to keep apart."""
+        """Yield the problem if there are no documents to keep apart."""
         yield from packing_misfits(self.packing, train)
 
     def dataset(self, path: Path, sources: Sources) -> SpanDataset:

@@ -42,8 +42,8 @@ class TextData(DataSection):
             everything before it; `documents` keeps attention within a document: positions restart,
             and the first token of a document is no label. It holds for training and evaluation.
         fim: Fill in the middle, such as `{rate: 0.5, spm_rate: 0.5}`: a share of the texts of
-            `train` is cut in three, and the middle comes last. `tokenizer` needs to have the
-            special tokens `prefix`, `suffix` and `middle`, by default `<|fim_prefix|>` and so on.
+            `train` is cut in three, and the middle comes last. `tokenizer` must have the special
+            tokens `prefix`, `suffix` and `middle`, by default `<|fim_prefix|>` and so on.
     """
 
     type_name: ClassVar[str] = "text"
@@ -58,7 +58,7 @@ class TextData(DataSection):
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """The special tokens of texts whose middle is filled in."""
+        """The special tokens of fill-in-the-middle texts."""
         return () if self.fim is None else self.fim.special
 
     def check(self, checks: Checks) -> None:
@@ -93,18 +93,18 @@ class TextData(DataSection):
         return text_fields(packed=self.packing == "documents")
 
     def misfits(self, config: RunConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
-        """Yield what does not go with running text."""
+        """Yield settings that do not go with running text."""
         yield from super().misfits(config, model)
         if self.fim is not None and self.corpus is None and self.tokenizer is None:
             text = "makes tokens of parts of texts, and there is no data.tokenizer; name the one of"
             yield "data.fim", f"{text} data.train, or leave this out"
 
     def corpus_misfits(self, train: tuple[Path, ...]) -> Iterator[tuple[str, str]]:
-        """Yield that there are no documents to keep apart."""
+        """Yield the problem if there are no documents to keep apart."""
         yield from packing_misfits(self.packing, train)
 
     def rows(self) -> Rows:
-        """Return how samples become rows."""
+        """Return the rule by which samples become rows."""
         from mt_data import Rows
 
         return Rows(packing=self.packing)
@@ -138,7 +138,7 @@ class TextData(DataSection):
         ]
 
     def _samples_of_shards(self, sources: Sources, shards: Shards) -> ShardedDataset:
-        """Open a corpus in shards, of which the first is there."""
+        """Open a corpus in shards, whose first shard is finished."""
         from mt_data import ShardedDataset
 
         return ShardedDataset(
@@ -152,7 +152,7 @@ class TextData(DataSection):
         )
 
     def _samples(self, sources: Sources) -> Callable[..., GPTDataset]:
-        """Return what makes the samples of a path."""
+        """Return a function that makes the samples of a path."""
         from mt_data import FillInMiddleDataset, GPTDataset
 
         if self.fim is None:
@@ -211,5 +211,5 @@ class TextData(DataSection):
 
 
 def _num_samples(samples: int, share: float) -> int:
-    """Return the samples that Megatron-LM plans for a data set: half a percent more in a blend."""
+    """Return Megatron-LM's number of samples for a data set: half a percent more in a blend."""
     return samples if share == 1 else ceil(ceil(samples * share) * 1.005)
