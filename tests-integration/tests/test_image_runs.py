@@ -28,7 +28,7 @@ from mt_train.config.loading import planned_vocab_size
 from mt_train.training.freezing import freeze
 from mt_train.training.stages import stage_options
 from PIL import Image
-from transformers import modeling_rope_utils
+from transformers import AutoProcessor, modeling_rope_utils
 from transformers.models.llama import modeling_llama
 from transformers.models.llava.modeling_llava import LlavaForConditionalGeneration
 
@@ -103,6 +103,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(path / "tokenizer.json", path / "model")
     (path / "model/chat_template.jinja").write_text(TEMPLATE)
     preprocessor = {"size": {"height": 8, "width": 8}, "image_processor_type": "CLIPImageProcessor"}
+    preprocessor["do_center_crop"] = False
     (path / "model/preprocessor_config.json").write_text(json.dumps(preprocessor))
     for seed, (name, count) in enumerate((("a", 30), ("held", 7))):
         write_tar(path / f"{name}.tar", seed, count)
@@ -439,6 +440,9 @@ def test_a_run_answers_a_conversation_with_images_like_its_export_in_transformer
     text = tokenizer.encode("one one ")
     prompt = [special["<|user|>"], *[images.token_id] * images.num_tokens, *text]
     prompt += [special["<|end|>"], special["<|assistant|>"]]
+    text = "<|user|><image>one one <|end|><|assistant|>"
+    processor = AutoProcessor.from_pretrained(out)
+    assert processor(text=text, images=Image.open(picture))["input_ids"] == [prompt]
     theirs = LlavaForConditionalGeneration.from_pretrained(out)
     found = theirs.generate(
         input_ids=torch.tensor([prompt]),

@@ -145,4 +145,4 @@ def _beside(run: Run) -> tuple[Path | None, dict[str, bytes]]:
         return run.folder, {}
     origin = RunFolder(run.folder).hugging_face
     like = origin if origin.is_dir() else None
-    return like, files_beside(run.tokenizer, like, run.folder)
+    return like, files_beside(run.tokenizer, like, run.folder, run.config)

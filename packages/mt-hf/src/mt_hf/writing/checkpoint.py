@@ -152,7 +152,7 @@ def open_checkpoint(
             file_size=file_size,
         )
         if saved.tokenizer is not None and run.tokenizer.is_file():
-            export = _ended(export, run.tokenizer, saved.tokenizer, like)
+            export = _ended(export, run.tokenizer, saved.tokenizer, like, config)
 
         def fill(name: str, into: Tensor) -> None:
             for link in export.links[name]:
@@ -168,7 +168,9 @@ def open_checkpoint(
         yield export, fill
 
 
-def _ended(export: Export, path: Path, saved: SavedTokenizer, like: str | Path | None) -> Export:
+def _ended(
+    export: Export, path: Path, saved: SavedTokenizer, like: str | Path | None, config: StackConfig
+) -> Export:
     """Add a run's tokenizer and end token to an export."""
     from mt_tokenizer import load_tokenizer
 
@@ -182,7 +184,7 @@ def _ended(export: Export, path: Path, saved: SavedTokenizer, like: str | Path |
     if like is None and isinstance(content, str):
         ends = {"eos_token_id": ids_of(frozenset({tokenizer.eod_id}))}
         content = json.dumps({**json.loads(content), **ends}, indent=2) + "\n"
-    beside = files_beside(tokenizer, None if like is None else Path(like), path.parent)
+    beside = files_beside(tokenizer, None if like is None else Path(like), path.parent, config)
     return replace(export, content=content, beside=beside)
 
 
