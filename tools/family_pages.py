@@ -252,7 +252,7 @@ def _shortened(config: StackConfig) -> StackConfig:
 
 
 def _presets(family: str) -> list[str]:
-    """Write the table of the published models that are this family's."""
+    """Write the table of this family's published models."""
     named = {name: config for name, config in _published().items() if _home(name) == family}
     if not named:
         return []

@@ -14,7 +14,7 @@ _INSTALLS = re.compile(r"\bpip install\b|\buv (?:sync|add|remove|lock)\b")
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """One fenced block in a language that is run."""
+    """One fenced block to run."""
 
     page: Path
     line: int

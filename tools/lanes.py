@@ -95,7 +95,7 @@ def _finish(command: Sequence[str], lanes: int) -> tuple[int, float, str]:
 
 
 def in_order(jobs: Sequence[Job], known: Mapping[str, float]) -> list[Job]:
-    """Return the jobs, those of most lanes first, then the longest first."""
+    """Return the jobs, the ones with the most lanes first, then the longest ones."""
 
     def key(job: Job) -> tuple[int, float]:
         return job.lanes, known.get(job.name, float("inf"))

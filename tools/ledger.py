@@ -88,7 +88,7 @@ def ledger(cases: Sequence[Case], command: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """A ledger's text: what is above the rows, the row of each test, and the list of each name."""
+    """A ledger's text: the text above the rows, the row of each test, and the list of each name."""
 
     head: str
     rows: dict[str, str]

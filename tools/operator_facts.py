@@ -58,7 +58,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield the local names of what is imported of torch, and what they stand for."""
+    """Yield the local names of imports from torch, with the imported names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for each in node.names:

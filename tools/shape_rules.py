@@ -49,7 +49,7 @@ def check_circles(workspace: Workspace) -> Iterator[Problem]:
 
 
 def check_crowded_folders(workspace: Workspace) -> Iterator[Problem]:
-    """No folder has so many files that nobody finds the right one."""
+    """No folder has too many files to find the right one."""
     for package in workspace.packages:
         files = Counter(path.parent for path in package.source.rglob("*.py"))
         for folder, number in sorted(files.items()):

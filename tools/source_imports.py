@@ -117,7 +117,7 @@ def _imported(
 
 
 def _text(node: ast.expr, constants: dict[str, str]) -> str:
-    """Return what is known of a string: constants as they are, anything else as `*`."""
+    """Return the known parts of a string: constants unchanged, anything else as `*`."""
     match node:
         case ast.Constant(value=str(text)):
             return text

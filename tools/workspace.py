@@ -13,7 +13,7 @@ TEST_ONLY = "mt-testing"  # for test groups; no library or app may need it
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One finding: where it is, what is wrong, and how to mend it."""
+    """One finding: its place, the problem, and a fix."""
 
     where: str
     what: str
@@ -126,7 +126,7 @@ class Workspace:
         return {package.module: package for package in self.packages}
 
     def siblings(self, requirements: list[Requirement]) -> list[Requirement]:
-        """Those of `requirements` that name a published package of this workspace."""
+        """Return the requirements that name a published package of this workspace."""
         names = self.by_name()
         return [each for each in requirements if canonicalize_name(each.name) in names]
 

@@ -173,7 +173,7 @@ def _chosen(options: argparse.Namespace, known: dict[tuple[str, int], Entry]) ->
 
 
 def _run(cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Entry]:
-    """Run the cases, print what was bad, and yield the entry of each row that is done."""
+    """Run the cases, print the bad ones, and yield the entry of each finished row."""
     if not cases:
         return
     left = Counter(case.row.name for case in cases)

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or forged."""
+"""Damaged or forged checkpoints."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def early_signal(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 def consoles(world: World, rng: random.Random, scratch: Path) -> None:
-    """Close, fill or narrow the console; what was trained is saved all the same."""
+    """Close, fill or narrow the console; the training is saved all the same."""
     out = scratch / "run"
     how = rng.choice(["closed", "full", "ascii", "head", "stderr"])
     python = f"{sys.executable} -m mt_train " + " ".join(

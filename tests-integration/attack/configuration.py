@@ -1,4 +1,4 @@
-"""Configurations that are random, huge or hostile."""
+"""Random, huge or hostile configurations."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def random_yaml(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 def hostile_yaml(world: World, rng: random.Random, scratch: Path) -> None:
-    """Write a configuration that is made to hurt the reader."""
+    """Write a configuration that attacks its reader."""
     text = rng.choice(
         [
             "\n".join(f"key{n}: 1" for n in range(60_000)),
@@ -179,7 +179,7 @@ def hostile_yaml(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 def odd_path(world: World, rng: random.Random, scratch: Path) -> None:
-    """Name a configuration or run folder that is no file or folder."""
+    """Name a path as configuration or run folder that is neither file nor folder."""
     config = rng.choice(
         ["/dev/zero", "/dev/null", str(scratch), "missing.yaml", "", "x" * 5000, "\udcff"]
     )

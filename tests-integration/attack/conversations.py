@@ -1,4 +1,4 @@
-"""Lines that are no conversations, and chat templates made to hurt: named, in bounded time."""
+"""Lines without conversations, and malicious chat templates: named errors in bounded time."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _table(rng: random.Random, tables: Path) -> tuple[str, bytes]:
 
 
 def _tables(folder: Path) -> None:
-    """Write tables, of which one has a text that is written once and stands in many rows."""
+    """Write tables, one of them with a text that is stored once and occurs in many rows."""
     import pyarrow.ipc
     import pyarrow.parquet
 

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face that are damaged or made to hurt: of models and of adapters."""
+"""Damaged or malicious folders of Hugging Face, with models and with adapters."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def read(guard: Guard, folder: Path, source: str, rng: random.Random) -> bool:
     Args:
         guard: Sees what happens meanwhile.
         folder: The folder.
-        source: Format that `mt-ckpt import` is told, or "" for `mt-hf import`.
+        source: Format given to `mt-ckpt import`, or "" for `mt-hf import`.
         rng: Draws whether the whole command runs.
     """
     out = folder.parent / "out"

@@ -311,7 +311,7 @@ def _changed(sizes: tuple[Any, ...], rng: random.Random) -> tuple[Any, ...]:
 
 
 def nested(rng: random.Random) -> object:
-    """Return a value that is deep, or of which few bytes are very many values."""
+    """Return a deeply nested value, or a small one that expands to very many values."""
     depth = rng.choice((20, 60, 400))
     kind = rng.randrange(4)
     value: Any = "x"

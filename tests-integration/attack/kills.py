@@ -201,7 +201,7 @@ def _last_step(out: Path) -> int:
 
 
 def two_runs(world: World, rng: random.Random, scratch: Path) -> None:
-    """Start a second run in the folder of one that is at work."""
+    """Start a second run in the folder of an active one."""
     out, nproc = scratch / "run", rng.choice([1, 2])
     first = _start(world, out, nproc, world.python)
     time.sleep(rng.uniform(0.5, 3))

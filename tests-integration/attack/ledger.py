@@ -1,4 +1,4 @@
-"""The ledger: for each row and seed what was tried and found, when, at which commit.
+"""The ledger: for each row and seed the attempts and findings, the time and the commit.
 
 It is a Markdown table, and the memory of an attack too: rows that it has of the same seed and
 commit are not run again, so an interrupted attack goes on.
@@ -74,7 +74,7 @@ def render(entries: Iterable[Entry]) -> str:
 
 
 def misfits(entries: Iterable[Entry], names: Iterable[str]) -> list[str]:
-    """Return what of a ledger does not fit the rows that there are."""
+    """Return the entries of a ledger that do not fit the existing rows."""
     there, wanted = {entry.attack for entry in entries}, set(names)
     missing = [f"{name!r} is missing: run the attack" for name in sorted(wanted - there)]
     return missing + [f"{name!r} is no row any more" for name in sorted(there - wanted)]

@@ -1,4 +1,4 @@
-"""Folders of models that are damaged or made to hurt, given to the commands that load them."""
+"""Damaged or malicious folders of models, given to the commands that load them."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def no_folder(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 def odd_teacher(world: World, rng: random.Random, scratch: Path) -> None:
-    """Teach by a folder that is no teacher, or knows other tokens: refused by the key's name."""
+    """Teach by a folder without a teacher, or with other tokens: refused by the key's name."""
     how = rng.choice(["other", "other", "whole", "spoilt", "bare", "file", "gone", "fifo"])
     teacher = scratch / "teacher"
     if how == "other":

@@ -216,7 +216,7 @@ def _image(rng: random.Random) -> bytes:
 
 
 def _spoilt_image(content: bytes, rng: random.Random) -> bytes:
-    """Return a file that is cut, flipped, forged, or made of parts that have no end."""
+    """Return a file that is cut, flipped, forged, or made of endless parts."""
     how, at = rng.randrange(9), rng.randrange(len(content))
     if how == 0:
         return content[:at]

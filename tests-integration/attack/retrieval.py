@@ -122,7 +122,7 @@ def _exchange(path: Path, rng: random.Random, scratch: Path, other: Path) -> Non
 
 
 def _odd(path: Path, rng: random.Random, scratch: Path, other: Path) -> None:
-    """Put something there that is no file, or nothing."""
+    """Put something other than a file there, or nothing."""
     if rng.random() < 0.2:
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""What is around a run: disks that are full, folders of offloaded state, and who listens."""
+"""The surroundings of a run: full disks, folders of offloaded state, and listening sockets."""
 
 from __future__ import annotations
 

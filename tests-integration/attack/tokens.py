@@ -1,4 +1,4 @@
-"""Token files, tokenizers and texts that are damaged or hostile."""
+"""Damaged or hostile token files, tokenizers and texts."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def edited_tokenizer(world: World, rng: random.Random, scratch: Path) -> None:
 
 
 def hostile_texts(world: World, rng: random.Random, scratch: Path) -> None:
-    """Build a data set from lines that are no documents."""
+    """Build a data set from lines without documents."""
     from mt_data.cli import main
 
     path = scratch / "texts.jsonl"

@@ -1,4 +1,4 @@
-"""What is attacked: a small run with its data, tokenizer and checkpoints, and ways to start it."""
+"""The target of attacks: a small run with data, tokenizer and checkpoints, and ways to start it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Row:
     """A row of the ledger.
 
     Attributes:
-        name: What is tried.
+        name: Description of the attempt.
         attack: Does it once; raises if it was bad.
         cases: How often in a whole attack.
         sample: How often in CI.
@@ -207,7 +207,7 @@ def flip_bit(path: Path, rng: random.Random) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of a process's children; none of one that is gone."""
+    """Return the ids of a process's children; none for an ended process."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:
@@ -248,7 +248,7 @@ def same_bits(run: Path, expected: Path, step: int = STEPS) -> None:
 
 
 def replace_with(path: Path, kind: str, scratch: Path) -> None:
-    """Put something that is no regular file at a path."""
+    """Put something other than a regular file at a path."""
     content = path.read_bytes() if path.is_file() else b""
     if path.is_symlink() or path.is_file():
         path.unlink()

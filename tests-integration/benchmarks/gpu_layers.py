@@ -96,7 +96,7 @@ def liger_pairs(inputs: tuple[Tensor, ...]) -> dict[str, tuple[Step, Step]]:
 
 
 def run(step: Step, device: torch.device, steps: int) -> tuple[float, int, float]:
-    """Seconds a step, peak bytes above what was there, and the mean of the output."""
+    """Return the seconds of a step, the additional peak bytes, and the mean of the output."""
     started, peak = 0.0, 0
     if device.type == "cuda":
         torch.cuda.synchronize()

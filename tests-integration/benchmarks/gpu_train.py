@@ -32,7 +32,7 @@ MODELS = {
 
 
 class RandomSamples:
-    """Samples of random tokens; the data path is not what is measured."""
+    """Samples of random tokens, since the data path is not measured."""
 
     def __init__(self, *, length: int, vocab_size: int) -> None:
         self._length, self._vocab_size = length, vocab_size

@@ -55,7 +55,7 @@ def train(folder: Path, steps: int) -> None:
 
 
 def rows_of(prefix: Path, rows: int, *, every: int = 1) -> Tensor:
-    """Return neighbouring tokens of a file, in rows that are `every` rows apart."""
+    """Return neighbouring tokens of a file, in every `every`-th row."""
     data = IndexedDataset(prefix)
     starts = range(0, rows * LENGTH * every, LENGTH * every)
     texts = [torch.from_numpy(data.stream(at, LENGTH + 1).astype("int64")) for at in starts]
@@ -70,7 +70,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> float:
 
 
 def stored_bits(model: nn.Module) -> float:
-    """Return the bits of codes, scales and thin products, for each weight that is quantised."""
+    """Return the bits of codes, scales and thin products, for each quantised weight."""
     layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     thin = [p for layer in layers for n, p in layer.named_parameters() if n.startswith("low_rank")]
     stored = sum(8 * layer.quantized_weight.nbytes for layer in layers)
@@ -79,7 +79,7 @@ def stored_bits(model: nn.Module) -> float:
 
 
 def measured(model: nn.Module, held_out: Tensor, calibration: Tensor) -> Iterator[dict[str, Any]]:
-    """Yield each row with its loss, in nats for each token, beside that of the model before."""
+    """Yield each row with its loss, in nats per token, beside the original model's loss."""
     before = loss_of(model, held_out)
     yield {"weight": None, "loss": before}
     for row in ROWS:

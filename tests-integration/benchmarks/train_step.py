@@ -146,7 +146,7 @@ def copy_weights(source: GPT, llama: torch.nn.Module) -> None:
 
 
 def products(config: ModelConfig, batch: dict[str, Tensor], source: GPT) -> Step:
-    """Do the matrix products of a step alone, of matrices that are there before it."""
+    """Do only the matrix products of a step, with existing matrices."""
     rows, length = batch["tokens"].shape
     layer, dtype = config.layers[0], source.shard.dtype
     matrices = [p.detach() for p in source.parameters() if p.dim() > 1]

@@ -78,7 +78,7 @@ class Recorder:
 
 
 def digests(dataset: Any, number: int) -> dict[str, str]:
-    """Return the digest of each array of a sample: of its tokens, or of those of its row."""
+    """Return the digest of each array of a sample: of its tokens, or of the arrays of its row."""
     row = dataset.row(number) if hasattr(dataset, "row") else {"tokens": dataset.sample(number)}
     return {name: blake2b(bytes(array)).hexdigest() for name, array in row.items()}
 

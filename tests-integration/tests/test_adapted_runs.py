@@ -162,7 +162,7 @@ def test_a_run_of_adapters_is_read_and_exported_merged(one_rank, tmp_path, model
 
 
 def fill_base(model: GPT, folder: str) -> None:
-    """Fill all but the adapters of a model from a folder, and round what is kept as codes."""
+    """Fill everything except the adapters of a model from a folder, and round weights to codes."""
     base = open_pretrained(folder).padded(model.config.vocab_multiple)
     codes = weight_codes(model)
     for layer, own in codes.items():

@@ -19,7 +19,7 @@ def test_a_sample_of_the_attacks_finds_nothing(cli) -> None:
 
 
 def test_every_row_is_in_the_ledger_and_no_other(cli, tmp_path) -> None:
-    """What is missing is run before its ledger is committed, and a row that is gone leaves it."""
+    """Missing rows are run before the ledger is committed, and deleted rows leave it."""
     result = cli(sys.executable, ATTACK, "--check", LEDGER)
     assert result.returncode == 0, result.stdout + result.stderr
     spoilt = tmp_path / "attack.md"
@@ -50,7 +50,7 @@ def test_an_attack_goes_on_where_its_ledger_ends(tmp_path, cli) -> None:
 
 
 def test_a_case_that_goes_wrong_is_counted_and_can_be_run_again(tmp_path, cli) -> None:
-    """What is bad is reported by an engine that attacks a broken row."""
+    """The engine reports bad cases of a broken row."""
     script = tmp_path / "broken.py"
     script.write_text(
         "import sys; sys.path.insert(0, sys.argv[1])\n"

@@ -131,7 +131,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, cell: Cell) -> Tensor:
 
 
 def errors(cell: Cell, state: ParallelState) -> dict[str, float]:
-    """Of this rank's output, input gradient and weight gradients."""
+    """Return the errors of this rank's output, input gradient and weight gradients."""
     dense, split = SplitLayer(cell, None), SplitLayer(cell, state)
     with torch.no_grad():
         for mine in dense.parameters():  # both start from values that the narrow dtype has

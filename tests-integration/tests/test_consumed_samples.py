@@ -1,4 +1,4 @@
-"""A run that is killed, and goes on with other layouts, consumes what an undisturbed one does."""
+"""A killed run that goes on with other layouts consumes the samples of an undisturbed run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's greedy tokens, in one batch with chunks of prompts, are those of transformers."""
+"""The engine's greedy tokens, in one batch with chunks of prompts, equal transformers' tokens."""
 
 from __future__ import annotations
 

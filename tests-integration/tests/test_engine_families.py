@@ -122,7 +122,7 @@ def _read(
 
 
 def check(engine: Engine, asked: list[Asked], found: Any, expected: Any) -> None:
-    """Compare answers; those that were left are beginnings."""
+    """Compare answers; cancelled ones are beginnings."""
     for number, (each, own, whole) in enumerate(zip(asked, found, expected, strict=True)):
         tokens, logprobs = whole
         count = len(own[0]) if each.leaves is not None else len(tokens)

@@ -49,7 +49,7 @@ LOSSES = ("loss", "aux_loss", "router_z_loss", "total_loss")
 
 @pytest.fixture(scope="module")
 def reference(tiny, tmp_path_factory):
-    """One process with the micro-batches of so many data-parallel ranks."""
+    """One process with the micro-batches of `dp` data-parallel ranks."""
     made = {}
 
     def get(dtype: str, dp: int):
@@ -77,7 +77,7 @@ def assert_same_run(run, expected, metrics_of, held_out, arrays, rtol, atol) -> 
 
 
 def size(dp: int) -> int:
-    """Sequences of a micro-batch: the same ones on every layout with so many ranks."""
+    """Return the number of sequences in a micro-batch, equal on every layout with `dp` ranks."""
     return min(4, 8 // dp)
 
 

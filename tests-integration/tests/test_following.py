@@ -1,4 +1,4 @@
-"""An engine follows a run that trains: its answers are those of the step that they name."""
+"""An engine follows a training run: its answers come from the step that they name."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def half(tiny, tmp_path_factory):
 def test_a_scaled_loss_gives_the_numbers_of_one_process_without(
     layout, tiny, plain, tmp_path, losses, arrays
 ) -> None:
-    """In fp64, where a scale that is a power of two is exact: every gradient has it, once."""
+    """In fp64 a power of two as the scale is exact: every gradient has it, once."""
     run = tiny.train(
         tmp_path,
         "training.dtype=fp64",

@@ -1,4 +1,4 @@
-"""An encoder of images goes through pipelines, and its gradients are those of the whole model."""
+"""An image encoder in pipelines has the same gradients as in the whole model."""
 
 from __future__ import annotations
 

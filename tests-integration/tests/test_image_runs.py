@@ -416,7 +416,7 @@ def test_parts_are_frozen_and_have_learning_rates_of_their_own(
 def test_a_run_answers_a_conversation_with_images_like_its_export_in_transformers(
     tiny, started, folder, rows, tmp_path
 ) -> None:
-    """The prompt and the pixel values are those of a training row."""
+    """The prompt and the pixel values equal a training row's."""
     out = tmp_path / "out"
     run = started.train(tmp_path / "run", "training.dtype=fp32", f"export.hugging_face={out}")
     picture, talk = tmp_path / "picture.png", tmp_path / "talk.json"

@@ -28,7 +28,7 @@ def metrics(run):
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory, tiny):
-    """The example, with a corpus that is made once."""
+    """The example, with a corpus made once."""
     from mt_data import build_corpus, read_documents
     from mt_data import standard_library_sources as sources
     from mt_tokenizer import DEFAULT_SPECIAL, train_tokenizer

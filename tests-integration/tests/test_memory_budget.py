@@ -44,7 +44,7 @@ def held() -> int:
 
 
 def train(state, config, strategy, dtype, *, from_meta=False, folder=None):
-    """Return the losses of some steps, and the bytes that were taken for them."""
+    """Return the losses of some steps, and the bytes allocated for them."""
     before = held()
     if from_meta:
         model = GPT(config, state, dtype=torch.bfloat16, device="meta")

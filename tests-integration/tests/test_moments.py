@@ -1,4 +1,4 @@
-"""Moments in 8 bits, which mt-optim makes, are those of mt-fp8's definition."""
+"""Moments in 8 bits from mt-optim agree with mt-fp8's definition."""
 
 from __future__ import annotations
 

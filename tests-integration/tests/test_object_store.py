@@ -92,7 +92,7 @@ def options(kind: str, root: object, tiny, folder: Path) -> list[str]:
 
 
 def train(tiny, out: Path, overrides: list[str], surroundings=None, on_event=None) -> None:
-    """Train on a rank that has these variables."""
+    """Train on a rank with these environment variables."""
     config = tiny.config
 
     def body() -> None:

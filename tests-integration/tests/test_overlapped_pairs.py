@@ -1,4 +1,4 @@
-"""A model's stages take turns in overlapped pairs, and the numbers are those of whole stages."""
+"""Overlapped pairs of a model's stages give the same numbers as whole stages."""
 
 from __future__ import annotations
 

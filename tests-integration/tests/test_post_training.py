@@ -1,4 +1,4 @@
-"""Models that are quantised after training: what methods save against round-to-nearest."""
+"""Models quantised after training: the gain of each method over round-to-nearest."""
 
 from __future__ import annotations
 

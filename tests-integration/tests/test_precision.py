@@ -75,7 +75,7 @@ IN_CI = {
 
 
 def rows(chosen: set[tuple[str, ...]], *columns: Sequence[str]) -> list:
-    """Return a whole grid, of which CI runs what is chosen."""
+    """Return a whole grid, with campaign marks on all rows except the chosen ones."""
     grid = list(itertools.product(*columns))
     assert chosen <= set(grid)
     marks = [() if row in chosen else pytest.mark.campaign for row in grid]
@@ -95,7 +95,7 @@ def allowed(recipe: str, layout: str, dtype: str) -> float:
 
 
 def layout_of(name: str, recipe: str) -> tuple[int, list[str]]:
-    """Return the processes and what is different; of a part of a sequence, whole blocks."""
+    """Return the number of processes and the overrides; parts of a sequence have whole blocks."""
     nproc, overrides = LAYOUTS[name]
     if recipe == "blockwise" and name == "cp2":
         return nproc, ["parallel.cp=2", "training.sequence_length=512"]
@@ -108,7 +108,7 @@ def options(recipe: str, dtype: str, *more: str) -> tuple[str, ...]:
 
 
 def mixture(recipe: str, layout: str) -> tuple[int, list[str], list[str]]:
-    """Return the processes, what such a run is told, and what one process is told."""
+    """Return the number of processes, the options of the run, and those of one process."""
     nproc, overrides, size = MIXTURES[layout]
     width, layers = 256 if recipe == "blockwise" else 64, 4 if "zb-v" in layout else 2
     model = [f"model.moe={{num_experts: 4, top_k: 2, ffn_size: {width}}}", "model.qk_norm=none"]

@@ -1,4 +1,4 @@
-"""Weights that are held in 8 bits alone train as those that are quantised beside their values."""
+"""Weights held only in 8 bits train like weights that are quantised beside their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mt-quant on layers that are split over ranks: what one rank makes of the whole weight."""
+"""mt-quant on layers split over ranks, against one rank with the whole weight."""
 
 from __future__ import annotations
 

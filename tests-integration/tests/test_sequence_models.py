@@ -34,7 +34,7 @@ ROWS = {
 
 
 def of_the_run(options: list[str]) -> list[str]:
-    """What the one process is told too."""
+    """Return the options that the single process gets too."""
     return [text for text in options if text.startswith(("data.", "optimizer."))]
 
 

@@ -1,4 +1,4 @@
-"""An encoder and a decoder that write what is cut out of texts: the same on every layout."""
+"""An encoder and a decoder that restore spans cut out of texts: the same on every layout."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_it_trains_like_one_process(
     [pytest.param(row, marks=() if row == "cp2-pp2" else pytest.mark.campaign) for row in ROWS],
 )
 def test_a_packed_pair_has_the_loss_it_has_alone(row, tiny, short, tmp_path, losses) -> None:
-    """Of a step on a layout, with learned positions: the mean over pairs that nobody packs."""
+    """The loss of a step on a layout, with learned positions, is the mean over unpacked pairs."""
     import torch
     from mt_data import IndexedDataset, SpanDataset, SpanVocabulary
     from mt_tokenizer import load_tokenizer

@@ -164,7 +164,7 @@ SIZES = ((1, 1, 1, 4), (2, 1, 2, 2), (1, 2, 1, 2), (2, 2, 2, 1), (1, 1, 4, 1), (
 
 
 def campaign():
-    """Every option on every layout that has the axis it is about."""
+    """Every option on every layout with the option's axis."""
     for sizes, tied, options in itertools.product(SIZES, (True, False), OPTIONS):
         axes = dict(zip(("tp", "cp", "dp", "pp"), sizes, strict=True))
         needs = {"sequence_parallel": "tp", "schedule": "pp", "strategy": "dp"}

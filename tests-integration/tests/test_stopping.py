@@ -1,4 +1,4 @@
-"""A run that is asked to stop, wherever it is, saves and can be continued."""
+"""A run that gets a stop request, at any point, saves and can be continued."""
 
 from __future__ import annotations
 

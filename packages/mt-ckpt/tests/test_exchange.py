@@ -1,4 +1,4 @@
-"""Other formats: what is written loads elsewhere with equal values; what is read runs no code."""
+"""Other formats: exports load elsewhere with equal values, and imports run no code."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_a_forged_pickle_is_refused_and_nothing_of_it_runs(
 
 
 def many_values(pair) -> object:
-    """Return a value of few bytes that is 2**60 values."""
+    """Return a value of few bytes that holds 2**60 values."""
     value = "x"
     for _ in range(60):
         value = pair(value)

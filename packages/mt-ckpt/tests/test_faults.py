@@ -47,7 +47,7 @@ class Node:
 
 
 class Model:
-    """What a disk holds after a power loss: all that was synced, and any part of the rest.
+    """The content of a disk after a power loss: all synced data, and any part of the rest.
 
     Changes of names are atomic each and survive in any combination; of a file's data, a prefix
     beyond what was synced survives.
@@ -201,7 +201,7 @@ class QuickDisk(Disk):
 
 
 class ThreadRanks(Ranks):
-    """Ranks that are threads; when one stops, the others get an error, as from gloo."""
+    """Ranks as threads; when one stops, the others get an error, as from gloo."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, table: dict) -> None:
         super().__init__(None)
@@ -308,7 +308,7 @@ class Case:
         before: Steps saved before, in this order.
         unnamed: Remove the file `latest`, as a save killed just before its end leaves the folder.
         packed: Put the arrays into packs; with two ranks, these send each other boxes.
-        step: The step that is saved.
+        step: The step to save.
         keep: Retention of that save.
     """
 

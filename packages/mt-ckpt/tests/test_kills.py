@@ -38,7 +38,7 @@ def load(path):
 
 
 def save_forever(root, step, told, *, background):
-    """Save one step after the other, and write the number of each that is saved to `told`."""
+    """Save one step after the other, and write the number of each saved step to `told`."""
     torch.set_num_threads(1)
     os.write(told, b"0\n")
     if not background:

@@ -1,4 +1,4 @@
-"""`save` and `load` of nested dicts: what comes back, what is refused, kills and damage."""
+"""`save` and `load` of nested dicts: round trips, refusals, kills and damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of each format version that was released stay readable."""
+"""Checkpoints of each released format version stay readable."""
 
 import importlib.util
 import shutil

@@ -29,7 +29,7 @@ def draw(length: int) -> list[Tensor]:
 
 
 def ratio(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> str:
-    """Of forward and backward; the two alternate, so that a busy machine disturbs both alike."""
+    """Compare forward and backward in turns, so that a busy machine disturbs both alike."""
     times: list[list[float]] = [[], []]
     for _ in range(ROUNDS + 2):
         for kept, function in zip(times, (first, second), strict=True):

@@ -1,4 +1,4 @@
-"""Wrong objects get errors that say what is allowed."""
+"""Wrong objects get errors that name the allowed ones."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def attend_own(x: Tensor) -> Tensor:
 
 
 def out_and_grad(attend) -> tuple[Tensor, Tensor]:
-    """Of the sum over all ranks of a function of the output."""
+    """Return the output, and the input's gradient of a function summed over all ranks."""
     whole = Case().draw()["q"].requires_grad_()
     out = attend(whole)
     out.sin().sum().backward()

@@ -1,4 +1,4 @@
-"""What is computed and sent, which groups are used, and what is refused."""
+"""Amounts of computation and communication, the groups in use, and refusals."""
 
 from __future__ import annotations
 

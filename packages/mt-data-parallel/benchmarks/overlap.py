@@ -50,7 +50,7 @@ def seconds(step: Step) -> float:
 
 
 def hidden(rounds: Sequence[tuple[float, float, float]]) -> float:
-    """Return the share of communication that is hidden."""
+    """Return the hidden share of the communication."""
     alone, afterwards, overlapped = (sum(times) for times in zip(*rounds, strict=True))
     return (afterwards - overlapped) / (afterwards - alone)
 

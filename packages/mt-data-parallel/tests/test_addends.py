@@ -21,7 +21,7 @@ def groups(levels):
 
 
 def added(strategy, levels, gradients, options=None, finish=1.0, dtype=torch.float32, more=None):
-    """Train two steps, whose gradients are those of a rank and a backward; give the second's."""
+    """Train two steps with given gradients of each rank and backward; return the last addends."""
     model = nn.ModuleDict({name: nn.Linear(3, 2, bias=False) for name in ("a", "b", "c")})
     model.to(dtype)
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Weight gradients that are computed after backward, as zero-bubble schedules do."""
+"""Weight gradients computed after backward, as in zero-bubble schedules."""
 
 from collections import deque
 

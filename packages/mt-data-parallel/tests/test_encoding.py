@@ -1,4 +1,4 @@
-"""Parameters that are held and gathered in codes of a byte: exact under every strategy."""
+"""Parameters that are held and gathered as one-byte codes: exact under every strategy."""
 
 import pytest
 import torch
@@ -166,7 +166,7 @@ def test_training_is_that_of_one_process_with_rounded_weights(strategy, way, ran
 
 
 def bytes_of_a_gather(encodes):
-    """The bytes that this rank sends to fetch what is 16 bits, or 8."""
+    """Return the bytes that this rank sends to gather 16-bit parameters, or 8-bit codes."""
     sent = []
     model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     encoding = EighthBits()

@@ -22,7 +22,7 @@ STRATEGIES = ("none", "optimizer", "optimizer_gradients", "full")
 
 
 class Net(nn.Module):
-    """Layers, a matrix that is used at both ends, and one layer that is recomputed."""
+    """Layers, a matrix used at both ends, and one recomputed layer."""
 
     def __init__(self, dtype=torch.float64, device=None, recompute=False):
         super().__init__()
@@ -145,7 +145,7 @@ MIXED = [
 
 
 def train_mixed(strategy, how):
-    """A bf16 model whose pieces are fp32 masters, with Adam steps; what is computed with."""
+    """A bf16 model with shards of fp32 masters and Adam steps; return the computed weights."""
     how = dict(how)
     net = Net(torch.bfloat16, device="meta" if how.pop("meta", False) else None)
     if not net.embedding.weight.is_meta:

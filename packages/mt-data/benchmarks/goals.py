@@ -207,7 +207,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def prepare(folder: Path, megabytes: int) -> None:
-    """Write what is measured."""
+    """Write the measurements."""
     for pattern, size in (("gpt2", megabytes), ("code", max(megabytes // 4, 1))):
         lines = folder / f"{pattern}.jsonl"
         write_lines(lines, size)

@@ -1,4 +1,4 @@
-"""Best fit: each length once, in rows that are nearly full."""
+"""Best fit: each length once, in nearly full rows."""
 
 import numpy as np
 import pytest

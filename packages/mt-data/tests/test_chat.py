@@ -1,4 +1,4 @@
-"""Rows of conversations: what is learnt, what is left out, and which share a row."""
+"""Rows of conversations: labels, left-out conversations, and packing."""
 
 import json
 

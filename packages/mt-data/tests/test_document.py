@@ -1,4 +1,4 @@
-"""Documents: what is read, in which order, and how every bad record is named."""
+"""Documents: the files that are read, their order, and the names of bad records."""
 
 import gc
 import json

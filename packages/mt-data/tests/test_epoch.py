@@ -74,7 +74,7 @@ def kind(request, tmp_path_factory):
 
 
 def units(dataset, row, index):
-    """Return what a row has of the data set: its items, or its tokens that are no special ones."""
+    """Return a row's content from the data set: its items, or its ordinary tokens."""
     if hasattr(dataset, "items"):
         return dataset.items(index)
     found = [row[name] for name in ("labels", "encoder_tokens") if name in row]

@@ -1,4 +1,4 @@
-"""Fill in the middle: the two forms, that nothing but their order changes, and what is refused."""
+"""Fill in the middle: both forms, changes of nothing but the order, and refusals."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def rows_of(indexed, tokenizer, sequence_length=48, seed=3, **fill):
 
 
 def texts_of(tokens, documents):
-    """Return the parts of a row that are of one document each."""
+    """Return the parts of a row, one for each document."""
     return np.split(tokens, np.flatnonzero(np.diff(documents)) + 1)
 
 

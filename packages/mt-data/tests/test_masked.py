@@ -1,4 +1,4 @@
-"""Rows for masked language modelling: what is hidden, how often, and that nothing is lost."""
+"""Rows for masked language modelling: hidden tokens, their shares, and no lost text."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ GOLDEN_CLASSES = [1, 0, 0, 1, 1, 0, 1, 1]
 
 
 def vocabulary(every=3):
-    """Ids from `FIRST` on are text; each one of so many begins a word."""
+    """A vocabulary with ordinary ids from `FIRST` on; every `every`-th id begins a word."""
     ids = np.arange(SIZE)
     return MaskedVocabulary(
         cls=CLS, sep=SEP, mask=MASK, pad=PAD, ordinary=ids[FIRST:], starts=ids % every == 0

@@ -1,4 +1,4 @@
-"""Prefetched steps are the steps, whatever is asked for, and nobody waits for what is ready."""
+"""Prefetched steps equal plain steps in any order, and ready steps cause no wait."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Rows of prompts and completions: what a row has, what is left out, and what shares a row."""
+"""Rows of prompts and completions: their arrays, left-out pairs, and packing."""
 
 import json
 

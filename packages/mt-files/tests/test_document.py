@@ -1,4 +1,4 @@
-"""YAML as plain values, and what is refused in it."""
+"""YAML as plain values, and refused constructs."""
 
 from __future__ import annotations
 

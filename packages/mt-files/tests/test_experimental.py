@@ -1,4 +1,4 @@
-"""What is experimental warns once, stays what it was, and says so in its docstring."""
+"""Experimental objects warn once, stay otherwise unchanged, and have a note in their docstring."""
 
 import inspect
 import pickle

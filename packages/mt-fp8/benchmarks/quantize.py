@@ -22,7 +22,7 @@ RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 def ways(x: Tensor, kernel: str) -> dict[str, tuple[Callable[[], object], int]]:
-    """Return by name what is timed, and the bytes that it reads and writes."""
+    """Return the timed functions by name, with the bytes that each reads and writes."""
     copy, made = torch.empty_like(x), {}
     made["copy"] = (partial(copy.copy_, x), 2 * x.nbytes)
     for name in RECIPES:

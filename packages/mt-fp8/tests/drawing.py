@@ -1,4 +1,4 @@
-"""Tensors with all that is hard to quantise, in any layout."""
+"""Tensors with all values that are hard to quantise, in any layout."""
 
 import torch
 

@@ -24,7 +24,7 @@ def value_of(name, code):
 
 @cache
 def magnitudes(name):
-    """All of them in order, which is that of the codes."""
+    """All magnitudes in ascending order, which is the order of the codes."""
     half = 1 << sum(FIELDS[name][:2])
     found = [value_of(name, code) for code in range(half)]
     return [value for value in found if value is not None]

@@ -1,4 +1,4 @@
-"""Weights in codes alone: those of the whole master, whichever parts of it ranks step."""
+"""Weights only in codes: equal to the codes of the whole master, for any sharding of it."""
 
 from __future__ import annotations
 

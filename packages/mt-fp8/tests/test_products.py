@@ -335,7 +335,7 @@ def test_linear_layers_of_a_model_are_converted_but_for_those_that_are_kept() ->
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_model_learns_as_without_quantising(name) -> None:
-    """A regression on a random teacher: what is left of the loss is near that of fp32."""
+    """A regression on a random teacher: the final loss is near the final loss in fp32."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 32, generator=generator)
     teacher = torch.randn(32, 16, generator=generator)

@@ -59,7 +59,7 @@ def seconds(ways: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
 
 
 def report(title: str, ways: Mapping[str, Callable[[], object]], copied: int) -> None:
-    """Print each way over ours, and what share of a copy of so many elements ours reaches."""
+    """Print each method's time over ours, and our share of the speed of a copy of equal size."""
     source = torch.randn(1 << 22)
     target = torch.empty_like(source)
     found = seconds({"copy": lambda: target.copy_(source), **ways})

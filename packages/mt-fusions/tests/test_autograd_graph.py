@@ -1,4 +1,4 @@
-"""Parts of what is differentiated as two CUDA graphs, and what stands in for them on a CPU."""
+"""Differentiated functions as two CUDA graphs, and their stand-ins on a CPU."""
 
 import gc
 
@@ -50,7 +50,7 @@ def compare(ours, theirs, **bounds):
 
 
 def run(steps, draws, *, in_flight):
-    """As a pipeline does it: so many forwards before the first backward."""
+    """Run like a pipeline, with `in_flight` forwards before the first backward."""
     waiting, results = [], []
     for x, table in draws:
         leaf = x.clone().requires_grad_()

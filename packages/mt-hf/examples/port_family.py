@@ -25,7 +25,7 @@ DRAWS = [
 
 
 def install(folder: Path) -> None:
-    """Stand in for `pip install`: what it writes beside a module that has an entry point."""
+    """Stand in for `pip install`: write the files beside a module with an entry point."""
     source = Path(__file__).with_name("family.py")
     (folder / "mt_phi.py").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
     info = folder / "mt_phi-1.0.dist-info"
@@ -45,7 +45,7 @@ def random_model(index: int) -> PhiForCausalLM:
 
 
 def compare(model: PhiForCausalLM, folder: Path) -> float:
-    """Return the largest difference of logits, and hold what is written to what was read."""
+    """Return the largest difference of logits, and compare the written files with the read ones."""
     model.save_pretrained(folder / "theirs")
     ours = from_pretrained(folder / "theirs")
     tokens = torch.arange(24).view(2, 12)

@@ -29,15 +29,15 @@ class Row:
     """What the tests need to know of a family.
 
     Attributes:
-        name: Of the family in mt-model, and of its module in transformers.
+        name: Name of the family in mt-model, and of its module in transformers.
         model: Name of the class in transformers.
-        draw: From the index of a draw and a `random.Random` the arguments of its config.
-        draws: How many there are.
-        module: The module in transformers, where it is not called like the family.
-        config: Name of the config's class, where it is not the family's name with `Config`.
-        layouts: On which it is tested.
-        prefixes: What names begin with in files, and in the model of transformers.
-        norm_center: What weights of norms are drawn around: 0 where 1 is added to them.
+        draw: Function from the index of a draw and a `random.Random` to the config's arguments.
+        draws: Number of draws.
+        module: The module in transformers, if it is not called like the family.
+        config: Name of the config's class, if it is not the family's name with `Config`.
+        layouts: Layouts of the tests.
+        prefixes: Prefixes of names in files, and in the model of transformers.
+        norm_center: Mean of the random weights of norms: 0 if 1 is added to them.
         has_encoder: It is an encoder and a decoder; `test_encoder_decoder.py` has more tests.
         generates: Whether it generates text.
         prepare: Changes the drawn values of a model of transformers.
@@ -105,7 +105,7 @@ class Row:
         return model
 
     def batch(self, config, rows=3):
-        """Tokens; of an encoder and a decoder those of both."""
+        """Return the tokens; with an encoder, the tokens of encoder and decoder."""
         generator = torch.Generator().manual_seed(5)
         lengths = {"tokens": SEQUENCE}
         if self.has_encoder:
@@ -170,9 +170,9 @@ def oracle(row, model):
 
 
 def stored_gradients(wide, folder=None):
-    """The gradients by the names of tensors in memory; in files, where these are others.
+    """Return the gradients by the names of tensors in memory; with a folder, in files.
 
-    They are what transformers writes of a model that has gradients for weights.
+    The names in files come from transformers, which saves a model with gradients as weights.
     """
     grads = {name: param.grad for name, param in wide.named_parameters() if param.grad is not None}
     if folder is None:
@@ -186,7 +186,7 @@ def stored_gradients(wide, folder=None):
 
 
 def assert_same_gradients(ours, wide, folder, in_memory=str, written=None):
-    """Compare the gradient of each parameter with those of the tensors that it is linked to."""
+    """Compare the gradient of each parameter with the gradients of its linked tensors."""
     links = open_pretrained(folder).links
     grads = stored_gradients(wide, written)
     # A bias of all keys moves no softmax: what is left of its gradient is rounding.

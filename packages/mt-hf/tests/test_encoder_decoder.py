@@ -218,7 +218,7 @@ def test_an_encoder_that_would_attend_to_itself_is_refused():
 
 
 def through(stages, batch):
-    """Loss and gradients of stages that are run in turn, in parts or at once."""
+    """Return the loss and gradients of stages run in turn, in parts or at once."""
     sent, received = [], [None]
     for number, (stage, parted) in enumerate(stages):
         y = received[-1]

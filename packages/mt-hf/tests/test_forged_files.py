@@ -1,4 +1,4 @@
-"""Files that are valid by their form, and would give wrong numbers or take all memory."""
+"""Files of valid form that would give wrong numbers or take all memory."""
 
 import json
 import struct

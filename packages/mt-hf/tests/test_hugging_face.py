@@ -1,4 +1,4 @@
-"""Folders of Hugging Face: links, damaged files, foreign fields, and what is left behind."""
+"""Folders of Hugging Face: links, damaged files, foreign fields, and leftovers."""
 
 import json
 import random

@@ -32,7 +32,7 @@ LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2pp2": {"tp": 2, "pp": 2}}
 
 
 def outputs(model, images):
-    """What transformers returns first, the features of the last layers, and what is pooled."""
+    """The first result of transformers, the features of the last layers, and the pooled ones."""
     found = model(images.to(next(model.parameters()).dtype), output_hidden_states=True)
     return found[0], found.hidden_states, found.get("pooler_output")
 

@@ -76,7 +76,7 @@ def quantized(folder, formats: str):
 
 @torch.no_grad()
 def logits_of_transformers(folder, *, wide: bool):
-    """Logits of a folder; wide: those of its decompressed weights in fp32."""
+    """Return the logits of a folder; if `wide`, with its decompressed weights in fp32."""
     import transformers
 
     model, info = transformers.AutoModelForCausalLM.from_pretrained(

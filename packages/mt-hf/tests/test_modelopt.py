@@ -209,7 +209,7 @@ def changed(folder, change, algorithm=None):
 
 
 def compare_with_plain(folder, tmp_path, values, tolerance):
-    """Compare a folder in low precision with one that has these values of the same layers."""
+    """Compare a folder in low precision with a folder that has these values of the same layers."""
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     plain |= {f"{name}.weight": value for name, value in values.items()}
     (tmp_path / "expected").mkdir()

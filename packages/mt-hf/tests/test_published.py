@@ -30,7 +30,7 @@ class Said(logging.Handler):
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory):
-    """By model its description, and the fields that are said to be ignored."""
+    """The description of each model, and the fields that the log names as ignored."""
     found, said, start = {}, Said(), time.process_time()
     logging.getLogger("mt_hf").addHandler(said)
     for row in ROWS:

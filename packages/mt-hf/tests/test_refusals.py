@@ -1,4 +1,4 @@
-"""A folder that is wrong in one place is refused by every family: one message, nothing written."""
+"""Every family refuses a folder with one wrong place: one message, nothing written."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""A mixture that is made of a dense run: its logits, its folder, and what is refused."""
+"""A mixture made from a dense run: its logits, its folder, and refusals."""
 
 import pytest
 import torch

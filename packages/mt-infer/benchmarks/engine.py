@@ -87,7 +87,7 @@ class Row:
     Attributes:
         ways: What to time, by name.
         tokens: Number of tokens that a call of each way makes.
-        goals: Least speed of one way over that of another.
+        goals: Smallest ratio of two methods' speeds.
         at_once: Number of requests that each pass serves.
         read: Number of bytes of the weights, which each pass reads; 0 where passes differ.
     """

@@ -156,7 +156,7 @@ def _without(rng: random.Random, text: str) -> bytes:
 
 
 def _bytes(rng: random.Random, text: str) -> bytes:
-    """A cut, or bytes that are other ones, fewer or more."""
+    """A text with changed, removed or added bytes, or cut."""
     content = bytearray(text.encode())
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(content))
@@ -178,7 +178,7 @@ def _bytes(rng: random.Random, text: str) -> bytes:
 
 
 def _other(rng: random.Random, text: str) -> bytes:
-    """Bytes that are no object at all."""
+    """Bytes without any JSON object."""
     return rng.choice(
         [
             b"",
@@ -208,7 +208,7 @@ WAYS: list[Callable[[random.Random, str], bytes]] = [
 
 
 class _Raw(str):
-    """A text that is JSON already."""
+    """A text in JSON."""
 
     __slots__ = ()
 

@@ -78,7 +78,7 @@ def test_scores_are_adjusted_as_by_a_plain_loop(cases) -> None:
 
 
 def plain_choice(scores: list[float], how: Sampling, u: float) -> int:
-    """The kept tokens by the definitions, the most likely first, and the one that has u."""
+    """Choose by the definitions: keep tokens, the most likely first, and take the token at u."""
     top = max(scores)
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     if how.top_k:

@@ -1,4 +1,4 @@
-"""`--nproc`: what is wrong is said once, before any process is started."""
+"""`--nproc`: errors are printed once, before any process is started."""
 
 from __future__ import annotations
 

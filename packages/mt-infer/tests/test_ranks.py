@@ -152,7 +152,7 @@ def test_stages_without_their_layout_are_refused(ranks) -> None:
 
 
 def swaps(run: Path, layout: dict[str, int]) -> tuple[list[Any], Tensor] | None:
-    """Ask before and after other weights, beside a stream that is left before its end."""
+    """Generate before and after a change of weights, beside a stream that is closed early."""
     with ParallelState(ParallelLayout(**layout)) as state:
         engine = Engine.from_folder(run, state=state, step=1, dtype="fp64", blocks=16, block_size=4)
         weights = {name: x * 0.5 for name, x in engine.model.named_parameters()}

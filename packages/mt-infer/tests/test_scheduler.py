@@ -224,7 +224,7 @@ class World:
             self.end(request, "length")
 
     def check(self) -> None:
-        """No leak and no double owner: references are those of the running requests' tables."""
+        """No leak and no double owner: references agree with the running requests' tables."""
         scheduler, pool = self.scheduler, self.pool
         held = (block for each in scheduler.running for block in each.table + each.memory)
         owners = Counter(held)

@@ -1,4 +1,4 @@
-"""The engine's scores are those of the trainer's forward, in every bit where both are invariant."""
+"""The engine's scores equal the trainer's forward, in every bit if both are invariant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The app of the server: keys, limits, and the engine behind it."""
+"""The app of the server: keys, limits, and its engine."""
 
 from __future__ import annotations
 

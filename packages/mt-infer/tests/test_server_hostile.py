@@ -116,7 +116,7 @@ async def attack(app: FastAPI, seed: int, wanted: range) -> Found:
 
 
 async def assert_fast(app: FastAPI, seed: int, slow: list[int]) -> None:
-    """Ask what was slow again, with its neighbours: only a body, not the machine, is slow often."""
+    """Repeat slow requests with their neighbours: only a slow body, not the machine, stays slow."""
     for n in slow:
         around = range(max(n - 3 * TOGETHER, 0), n + 3 * TOGETHER)
         tries = [await attack(app, seed, around) for _ in range(3)]
@@ -124,7 +124,7 @@ async def assert_fast(app: FastAPI, seed: int, slow: list[int]) -> None:
 
 
 def resident_bytes() -> int:
-    """Return the memory that is used; freed pages that malloc keeps are given back before."""
+    """Return the memory in use, after malloc has given back freed pages."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -40,7 +40,7 @@ ASK = {"model": "run", "prompt": SECRET, "max_tokens": 8, "temperature": 0}
 
 
 def save_step(folder: RunFolder, step: int) -> None:
-    """Save a step of a model that is drawn from its number."""
+    """Save a step of a model with weights drawn from the step's number."""
     tokenizer = load_tokenizer(folder.tokenizer)
     digest = SavedTokenizer(sha256=tokenizer.sha256, eod=tokenizer.eod_token)
     with ParallelState(ParallelLayout(), device="cpu") as state:

@@ -1,4 +1,4 @@
-"""A registry with a candidate of one's own, and the reasons for what was taken.
+"""A registry with a custom candidate, and the reasons for the choice.
 
 python own_candidate.py
 """

@@ -1,4 +1,4 @@
-"""The bits of a key and a counter are those of splitmix64 with two key words, for ever."""
+"""The bits of a key and a counter stay those of splitmix64 with two key words."""
 
 from __future__ import annotations
 

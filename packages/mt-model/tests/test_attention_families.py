@@ -1,4 +1,4 @@
-"""Kinds of attention against the modules of transformers that have them, weights copied."""
+"""Kinds of attention against modules of transformers, with copied weights."""
 
 from __future__ import annotations
 

@@ -617,7 +617,7 @@ def test_attention_to_a_cache_asks_for_steady_kernels_and_training_does_not(monk
 
 
 class LargestIndex(TorchDispatchMode):
-    """Notes the largest int64 tensor that is made."""
+    """A mode that notes the largest new int64 tensor."""
 
     def __init__(self):
         super().__init__()

@@ -190,7 +190,7 @@ FORMS = {
 
 
 def whole(config, kernels, dtype, *, autocast=False):
-    """Loss and gradients in one vector, from weights that are rounded to bf16."""
+    """Return loss and gradients in one vector, from weights rounded to bf16."""
     model = GPT(config, kernels=kernels, dtype=dtype)
     drawn = GPT(config, dtype=torch.float64, seed=3)
     with torch.no_grad():

@@ -65,7 +65,7 @@ def assert_near(actual, expected, dtype):
 
 
 def assert_same_function(fast, plain, inputs, dtype):
-    """Values and gradients of `fast` at `dtype` are those of `plain` in fp64."""
+    """Compare values and gradients of `fast` at `dtype` with `plain` in fp64."""
     fast_in = [t.to(dtype).requires_grad_() for t in inputs]
     plain_in = [t.detach().double().requires_grad_() for t in fast_in]
     y, expected = fast(*fast_in), plain(*plain_in)

@@ -1,4 +1,4 @@
-"""Losses of layers: what is stated, what is returned, and where they go."""
+"""Losses of layers: declarations, returned values, and their way to the trainer."""
 
 from dataclasses import dataclass, replace
 

@@ -32,7 +32,7 @@ def batch(*, documents: bool) -> dict[str, torch.Tensor]:
 
 
 def run(name: str, *, documents: bool, tp: int = 1, cp: int = 1, recompute: str = "none"):
-    """Return the maxima of both layers, and what was kept outside of training."""
+    """Return the maxima of both layers, and the values kept outside training."""
     with ParallelState(ParallelLayout(tp=tp, cp=cp)) as state:
         config = gpt(**SIZES, **VARIANTS[name])
         model = GPT(config, state, dtype=torch.float64, seed=11, recompute=recompute)

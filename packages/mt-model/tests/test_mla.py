@@ -124,7 +124,7 @@ def test_latent_attention_is_that_of_deepseek_v3(lora, interleaved) -> None:
 
 
 def run(name, tp, cp, cuts, sequence_parallel=True, recompute="none", algorithm="ring"):
-    """The loss and each gradient of the whole model, from stages that are run in turn."""
+    """Return the loss and each gradient of the whole model, from stages run in turn."""
     state = ParallelState(ParallelLayout(tp=tp, cp=cp))
     data, sent, received, stages = batch(), [], [None], []
     for key in ("tokens", "labels"):

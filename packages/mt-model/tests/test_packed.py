@@ -1,4 +1,4 @@
-"""Products of packed weights have the bits of those of the weights, and follow their changes."""
+"""Products of packed weights have the same bits as unpacked ones, and follow weight changes."""
 
 import copy
 

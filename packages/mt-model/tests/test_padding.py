@@ -1,4 +1,4 @@
-"""Rows that are filled up with padding are what they are alone, on every layout."""
+"""Rows with padding have the same results as alone, on every layout."""
 
 from __future__ import annotations
 

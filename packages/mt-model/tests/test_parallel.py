@@ -125,7 +125,7 @@ RECURRENT = {
 def config_of(variant):
     """With "losses" the second and third of three layers return losses, with "ropes" all differ.
 
-    With "t5" the first one is an encoder's. Those of `FED` drop elements in their feed-forwards.
+    With "t5" the first layer is an encoder's. Layers of `FED` variants have feed-forward dropout.
     """
     config = gpt(**{**TINY, **VARIANTS.get(variant, {})})
     if variant in FED:
@@ -312,7 +312,7 @@ def test_recomputation_changes_no_number(ranks, variant, recompute, tp, sequence
 
 
 def compiled_differences(variant, sequence_parallel):
-    """Of the compiled model's loss and gradients from the eager one's, relative to the largest."""
+    """Return the relative differences of loss and gradients, compiled from eager."""
     state = ParallelState(ParallelLayout(tp=2))
     config = config_of(variant)
     last = config.layers[-1]

@@ -1,4 +1,4 @@
-"""Slopes and buckets as published, tables that layers share, and what is refused."""
+"""Slopes and buckets as published, shared tables, and refusals."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""bf16 products in fp32 are those of bf16, and serve where a processor has none of its own."""
+"""bf16 products in fp32 equal bf16 products, and serve processors without bf16 instructions."""
 
 import pytest
 import torch

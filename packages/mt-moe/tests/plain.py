@@ -40,7 +40,7 @@ def plain_expert(x, layer, expert, options):
 
 
 def plain_layer(x, layer, weights, experts):
-    """Every expert on every token, times the weights of those that were chosen."""
+    """Apply every expert to every token, times the weights of the chosen experts."""
     options, total = layer.options.experts, torch.zeros_like(x)
     for expert in range(layer.num_experts):
         share = (weights * (experts == expert)).sum(1, keepdim=True)

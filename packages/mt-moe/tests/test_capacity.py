@@ -1,4 +1,4 @@
-"""Which choices a full expert leaves, and rows that are filled up."""
+"""The choices that a full expert drops, and padded rows."""
 
 import math
 

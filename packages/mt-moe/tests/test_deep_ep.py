@@ -16,7 +16,7 @@ EXPERTS, HIDDEN, TOP_K = 8, 6, 3
 
 
 def integers(*shape, seed, low=-4, high=5):
-    """In bf16, with sums that are exact."""
+    """Return random integers in bf16, with exact sums."""
     draw = torch.Generator().manual_seed(seed)
     return torch.randint(low, high, shape, generator=draw).bfloat16()
 

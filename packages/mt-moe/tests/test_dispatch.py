@@ -1,4 +1,4 @@
-"""Experts dealt to ranks against all of them on one: outputs, gradients, and what is sent."""
+"""Experts on several ranks against all on one rank: outputs, gradients and communication."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What is broken on one rank is an error on every rank, and none waits for the others."""
+"""A failure on one rank is an error on every rank, and none waits for the others."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Routes that are recorded and taken again, with and without recomputation."""
+"""Recorded and replayed routes, with and without recomputation."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ checkpoint = torch.utils.checkpoint.checkpoint
 
 
 class Model(torch.nn.Module):
-    """Two layers, each made again in backward if that is asked."""
+    """Two layers, each recomputed in backward if requested."""
 
     def __init__(self, seed=0, again=None):
         super().__init__()

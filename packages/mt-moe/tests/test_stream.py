@@ -26,7 +26,7 @@ def made(options, dtype=F64):
 
 
 def separate(options, dtype=F64):
-    """The same experts by products that are layers of their own."""
+    """Return the same experts with the kernel `loop` for their products."""
     experts = made(options, dtype)
     experts.up.selector = experts.down.selector = Selector(GROUPED_KERNELS, "loop")
     return experts

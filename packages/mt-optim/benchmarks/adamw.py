@@ -34,7 +34,7 @@ def make_params(options: argparse.Namespace) -> list[nn.Parameter]:
 
 
 def pairs(options: argparse.Namespace) -> dict[str, tuple[Way, Way]]:
-    """Return by name what is compared, ours and torch's."""
+    """Return the compared optimizers by name, ours and torch's."""
     ours, theirs, guarded = (make_params(options) for _ in range(3))
     named = [(str(number), param) for number, param in enumerate(ours)]
     state = ParallelState(ParallelLayout())

@@ -38,7 +38,7 @@ def options(text):
 
 
 def measured(world, dtype, strategy, settings):
-    """Return bytes per parameter after a step: of all storages, and of those of the host."""
+    """Return bytes per parameter after a step: of all storages, and of host storages."""
     with ParallelState(ParallelLayout(dp=world)) as state:
         layers = [nn.Linear(SIZE, SIZE, dtype=dtype) for _ in range(LAYERS)]
         model = nn.Sequential(nn.ModuleList(layers))

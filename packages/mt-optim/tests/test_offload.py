@@ -110,7 +110,7 @@ def test_states_in_fewer_bits_go_to_the_host_and_to_files_too(moments, masters, 
 
 
 class Spy(Mover):
-    """Notes what is asked of a mover, and where the copies are."""
+    """A mover that notes its calls, and the places of the copies."""
 
     def __init__(self, device):
         super().__init__(device)

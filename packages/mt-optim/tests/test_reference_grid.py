@@ -329,7 +329,7 @@ class Matrices:
 
 
 def parts_of(name, *tensors):
-    """Cut tensors of a parameter into those of each matrix that is fused in it."""
+    """Cut tensors of a parameter into the tensors of each fused matrix."""
     fused = (2, 1, 1) if "qkv" in name else (tensors[0].shape[1],)
     return zip(*(tensor.split(fused, 1) for tensor in tensors), strict=True)
 
@@ -371,7 +371,7 @@ class Soap:
 
 
 def plain_optimizers(name, params, eps, nesterov):
-    """The optimizers of matrices, and of what has no weight decay."""
+    """Return the optimizers of matrices, and of parameters without weight decay."""
     matrices = [p for p in params.values() if p.dim() > 1]
     vectors = [p for p in params.values() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]

@@ -156,7 +156,7 @@ def test_a_power_of_two_changes_no_bit_in_fp64():
 
 
 def test_fp16_parameters_are_their_fp32_masters_rounded():
-    """Against AdamW in fp32 that is given the same gradients."""
+    """Compare with AdamW in fp32 with the same gradients."""
     model = make_model(torch.float16)
     wide = make_model(torch.float16).float()
     reference = AdamW(

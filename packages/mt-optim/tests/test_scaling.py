@@ -1,4 +1,4 @@
-"""Numbers on the device that are those of the host."""
+"""Numbers on the device equal the host's numbers."""
 
 import math
 

@@ -102,7 +102,7 @@ class Part(nn.Module):
 
 
 class Stage(nn.Module):
-    """Two parts that are fetched and released alone, and what is in neither."""
+    """Two separately fetched and released parts, and a parameter outside both."""
 
     def __init__(self, params):
         super().__init__()
@@ -117,7 +117,7 @@ class Stage(nn.Module):
 
 
 class Run:
-    """A small training on one rank, with gradients that are drawn by name and step."""
+    """A small training on one rank, with gradients drawn by name and step."""
 
     def __init__(self, place, state):
         self.place, self.state, self.dtype = place, state, DTYPES[place.dtype]
@@ -244,7 +244,7 @@ def same(one, other):
 
 
 def trained(place, with_poison):
-    """Train with a spoilt step, or without this step; return what is left of it."""
+    """Train with a spoilt step, or without this step; return the final state."""
     with ParallelState(place.layout) as state:
         run = Run(place, state)
         with run.buffer:

@@ -85,7 +85,7 @@ class Reference:
 
 
 def gram_schmidt(x):
-    """Twice is enough; signs differ from those of a Householder QR."""
+    """Orthogonalise twice, which is enough; signs differ from a Householder QR's."""
     columns = []
     for column in x.T:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Moments in fewer bits: what is stored, what is lost, and what a run makes of it."""
+"""Moments in fewer bits: stored values, lost precision, and the effect on a run."""
 
 import copy
 

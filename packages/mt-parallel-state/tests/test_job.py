@@ -1,4 +1,4 @@
-"""Joining a job, waiting for ranks that are late, and leaving it."""
+"""Joining a job, waiting for late ranks, and leaving it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run 1F1B and ZB-H1 on four ranks, and draw what was measured above what is simulated.
+"""Run 1F1B and ZB-H1 on four ranks, and draw the measured runs above the simulated ones.
 
     python packages/mt-pipeline/examples/measured_run.py [-o measured.svg]
 
@@ -95,7 +95,7 @@ def measure(rank: int, folder: str) -> None:
 
 
 def compare(schedule: Schedule, timeline: Sequence[Sequence[Span]]) -> list[Panel]:
-    """The run as measured, and as simulated with the times that were asked for."""
+    """The measured run, and the simulated run with the requested times."""
     simulated = simulate(schedule, Costs(forward=FORWARD, backward=INPUT + WEIGHT, weight=WEIGHT))
     return [
         Panel(

@@ -1,4 +1,4 @@
-"""What is said when a stage, a rank or the setup is wrong."""
+"""Error messages for a wrong stage, rank or setup."""
 
 import dataclasses
 import datetime

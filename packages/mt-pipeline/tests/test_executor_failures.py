@@ -23,7 +23,7 @@ def objective(output, batch):
 
 
 class Stage(nn.Module):
-    """Raises where it is told to: at a stage and micro-batch, in the forward or backward."""
+    """A stage that raises at a given stage and micro-batch, in the forward or backward."""
 
     def __init__(self, number):
         super().__init__()

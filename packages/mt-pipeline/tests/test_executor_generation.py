@@ -16,7 +16,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
 
     def forward(self, x, past):
-        """Attend to the past and to x; return what is the past for the next step."""
+        """Attend to the past and to x; return the past for the next step too."""
         q, k, v = self.qkv(x).chunk(3, dim=-1)
         if past is not None:
             k, v = torch.cat([past[0], k], 1), torch.cat([past[1], v], 1)

@@ -1,4 +1,4 @@
-"""Rules: order, conditions, and what is refused."""
+"""Rules: order, conditions, and refusals."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def random_weight(rows: int, columns: int, seed: int = 1) -> Tensor:
 def solved_column_by_column(
     weight: Tensor, format: WeightFormat, hessian: Tensor, *, damping: float, order: list[int]
 ) -> Tensor:
-    """Round a column, then solve the normal equations for all that are left, from scratch."""
+    """Round a column, then solve the normal equations for all remaining columns, from scratch."""
     hessian = hessian.double() + damping * hessian.diagonal().mean() * torch.eye(len(hessian))
     grid, original = find_grid(weight, format), weight.double()
     current, made = original.clone(), torch.zeros_like(weight)

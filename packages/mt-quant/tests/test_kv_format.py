@@ -1,4 +1,4 @@
-"""Formats of keys and values: rounding to the nearest code, scales, and what is refused."""
+"""Formats of keys and values: rounding to the nearest code, scales, and refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The checker flags what is wrong, where it is wrong, and nothing else."""
+"""The checker flags every error at its place, and nothing else."""
 
 import dataclasses
 

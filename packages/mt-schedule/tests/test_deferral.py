@@ -1,4 +1,4 @@
-"""Weight gradients that are put off wait for the end of their rank."""
+"""Deferred weight gradients wait for the end of their rank."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The checker's verdict on edited schedules is that of an interpreter that just runs them."""
+"""The checker's verdict on edited schedules agrees with an interpreter that just runs them."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Wrong objects and absurd sizes get errors that say what is allowed, at once."""
+"""Wrong objects and absurd sizes get errors at once, with the allowed values."""
 
 from __future__ import annotations
 

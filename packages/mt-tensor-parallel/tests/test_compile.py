@@ -28,7 +28,7 @@ class Pair(nn.Module):
 
 
 class Boxed(TorchGemm):
-    """torch's products of operands that are no tensors."""
+    """torch's products of operands other than tensors."""
 
     def operand(self, x: Tensor, role: str) -> tuple[Tensor]:
         return (x,)

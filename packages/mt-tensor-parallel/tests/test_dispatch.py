@@ -1,4 +1,4 @@
-"""The operators of torch that are called by name are there, with their CUDA kernels."""
+"""The operators of torch that are called by name exist, with CUDA kernels."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def _bf16_operands() -> tuple[list[Tensor], Tensor]:
 
 
 def _exact_gradients(leaves: list[Tensor], labels: Tensor) -> list[Tensor]:
-    """Those of the summed loss, in fp64."""
+    """Return the gradients of the summed loss, in fp64."""
     exact = [x.detach().double().requires_grad_() for x in leaves]
     return list(torch.autograd.grad(_whole(*exact, labels, {}), exact))
 

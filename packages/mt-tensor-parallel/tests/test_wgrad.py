@@ -1,4 +1,4 @@
-"""Weight gradients that are summed in place, and those that wait."""
+"""Weight gradients that are summed in place, and deferred ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test a ring all-reduce: its result on 4 ranks, and what is seen when a rank is lost in it."""
+"""Test a ring all-reduce: its result on 4 ranks, and the error when a rank is lost in it."""
 
 from collections.abc import Callable
 

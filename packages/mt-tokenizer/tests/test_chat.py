@@ -47,7 +47,7 @@ def test_a_conversation_is_rendered(tmp_path):
 
 
 def test_a_template_of_parts_alone_gets_texts_as_parts():
-    """Published templates of LLaVA write nothing of a content that is a text."""
+    """Published templates of LLaVA ignore a content that is a text."""
     source = (
         "{% for m in messages %}[{{ m.role }}]{% for part in m.content | "
         "selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}{% endfor %}"

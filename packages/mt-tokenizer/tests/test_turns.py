@@ -51,7 +51,7 @@ def opened(tokenizer):
 
 
 def learnt(tokenizer, rendered):
-    """Return the texts of the runs of tokens that are learnt."""
+    """Return the texts of the runs of learnt tokens."""
     found, before = [], 0.0
     for number, weight in zip(rendered.ids, rendered.trained, strict=True):
         if weight:

@@ -1,4 +1,4 @@
-"""The quickstart's step with batches that are read ahead, against one that waits for them.
+"""The quickstart's step with batches read ahead, against a step that waits for them.
 
     python packages/mt-train/benchmarks/loader.py [--rounds 25] [--files 100]
 

@@ -43,7 +43,7 @@ def conversation(name: str, method: str) -> dict[str, list[dict[str, str]]]:
 
 
 def write() -> None:
-    """Write the conversations; those that are held out have names of their own."""
+    """Write the conversations; held-out ones have different names."""
     chance = random.Random(0)  # noqa: S311 - names, no secrets
     names = [f"{first}_{second}" for first, second in product(FIRST.split(), SECOND.split())]
     chance.shuffle(names)

@@ -94,7 +94,7 @@ def losses(run: Path) -> dict[str, float]:
 
 
 def right_answers(answers: Path) -> str:
-    """Count the answers that are the values of facts/library, and those of facts/new."""
+    """Count the answers with values of facts/library, and with values of facts/new."""
     given = [json.loads(line)["text"] for line in answers.read_text().splitlines()]
     shares = [
         sum(value == text for (_, value), text in zip(facts_of(name), given, strict=True))

@@ -1,4 +1,4 @@
-"""The run says of every operation which kernel computes it, wherever that is."""
+"""The run names the kernel of every operation, on any rank."""
 
 from __future__ import annotations
 

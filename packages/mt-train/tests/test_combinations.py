@@ -116,7 +116,7 @@ def reasons(row: Row) -> list[tuple[str, str]]:
 
 
 def trained(most: int, seed: int, **factors: tuple[Any, ...]) -> list[Row]:
-    """Every pair of settings that can meet on so many ranks."""
+    """Every pair of settings that can meet on this number of ranks."""
     return pairwise(
         FACTORS | factors,
         allowed=lambda row: world(row) <= most and sensible(row) and not reasons(row),

@@ -1,4 +1,4 @@
-"""Steps of replayed graphs; on a CPU, eager ones that are held to the rules of a graph."""
+"""Steps of replayed graphs; on a CPU, eager steps with a check of a graph's rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `quantization`: what is refused with a way out, what is rounded, what learns."""
+"""The section `quantization`: refusals with a fix, rounded tensors, and learning."""
 
 from __future__ import annotations
 

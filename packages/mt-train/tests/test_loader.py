@@ -17,7 +17,7 @@ LENGTH = 16
 
 
 class Samples:
-    """Sample i is i, i + 1, and on; notes what is read in which thread."""
+    """A source with samples i, i + 1, ...; it notes the reads of each thread."""
 
     def __init__(self) -> None:
         self.read: list[tuple[int, int, int | None, bool]] = []

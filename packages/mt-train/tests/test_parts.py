@@ -10,7 +10,7 @@ from mt_train.parts.part import TrainerPart
 
 
 class Watch(TrainerPart):
-    """Counts its steps on every rank, and notes the hooks that were called."""
+    """A part that counts its steps on every rank, and notes the called hooks."""
 
     called: ClassVar[list[str]] = []
 

@@ -1,4 +1,4 @@
-"""Phases: sources and shares change at a stated sample, also in a run that is killed."""
+"""Phases: sources and shares change at a stated sample, also in a killed run."""
 
 from __future__ import annotations
 

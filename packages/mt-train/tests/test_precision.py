@@ -1,4 +1,4 @@
-"""The section `precision`: what is refused with a way out, what is said, what disturbs nothing."""
+"""The section `precision`: refusals with a fix, printed lines, and settings without effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A console or a log that dies asks the run to stop, and what is said is still said."""
+"""A console or a log that fails asks the run to stop, and messages are still printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BERT: sizes that are no powers of two, one and three token types, tied and untied heads."""
+"""BERT: sizes other than powers of two, one and three token types, tied and untied heads."""
 
 from family_row import Row
 

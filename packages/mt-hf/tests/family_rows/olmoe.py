@@ -1,4 +1,4 @@
-"""OLMoE: weights that are normalised and that are not, biases, groups of keys."""
+"""OLMoE: expert weights with and without normalisation, biases, groups of keys."""
 
 from family_row import Row, decoder
 

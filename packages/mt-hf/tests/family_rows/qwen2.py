@@ -1,4 +1,4 @@
-"""Qwen2: windows in no layer, in the upper ones, and in those that are listed."""
+"""Qwen2: windows in no layer, in the upper layers, and in listed layers."""
 
 from family_row import Row, decoder
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: experts in all layers, in every second one, and in those that are no plain MLP."""
+"""Qwen3-MoE: experts in all layers, in every second layer, and in layers without a plain MLP."""
 
 from family_row import Row, decoder
 
