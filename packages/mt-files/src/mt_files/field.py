@@ -145,6 +145,8 @@ def _matches(value: object, hint: Any) -> bool:
 
 def unexpected(hint: Any, value: object) -> str:
     """Return the message for a value that does not fit its field."""
+    if isinstance(value, list) and matches(tuple(value), hint):
+        return f"found a list; give a tuple, {shorten(tuple(value))}"
     literals = [o for o in options_of(hint) if typing.get_origin(o) is Literal]
     if not literals or not isinstance(value, str):
         return f"expected {describe(hint)}, found {shorten(value)}"
