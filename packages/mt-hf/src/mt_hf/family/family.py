@@ -44,7 +44,6 @@ class Family:
         repeats: Function from a model to the `copies` to write, as transformers does not tie them.
         endings: Suffixes in folders of other versions, each with our suffix.
         refused: Unsupported architectures, each with the reason and a way out.
-        hint: Advice for tensors that do not match config.json.
         like: Name of another family with the same models, which is the default for writing them.
         parts: Function from the content of config.json to the families of its parts, by field.
     """
@@ -65,7 +64,6 @@ class Family:
     repeats: Callable[[Any], Mapping[str, str]] = lambda _: {}
     endings: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
-    hint: str = ""
     like: str = ""
     parts: Callable[[Mapping[str, Any]], Mapping[str, Family]] = lambda _: {}
 

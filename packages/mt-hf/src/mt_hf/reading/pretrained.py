@@ -300,10 +300,9 @@ def _matched(
             lines.append(f"{tensor.path.name}: tensor {name} is not expected")
     if lines:
         more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        hint = f"\n{family.hint}" if family.hint else ""
         raise ExchangeError(
             f"{folder}: the tensors are not those of the {family.name} model that its {CONFIG} "
-            "describes:\n  " + "\n  ".join(lines[:_SHOWN]) + more + hint
+            "describes:\n  " + "\n  ".join(lines[:_SHOWN]) + more
         )
     return {name: found[name] for name in shapes}
 

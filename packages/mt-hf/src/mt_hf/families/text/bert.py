@@ -1,9 +1,13 @@
-"""BERT: bidirectional attention, norms after branches, token types, heads of its two objectives."""
+"""BERT: bidirectional attention, norms after branches, token types, heads of its two objectives.
+
+A `BertModel`, as sentence encoders are published, has no head: scores are products of its features
+with the word embeddings, and its pooler is not read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mt_files import Checks, shorten, to_plain
@@ -29,15 +33,12 @@ from mt_hf.family.family import Family
 from mt_hf.family.link import Link, leaves
 from mt_hf.family.table import model_fields, model_values
 
-_TOKENS, _BOTH = "BertForMaskedLM", "BertForPreTraining"
+_TOKENS, _BOTH, _BARE = "BertForMaskedLM", "BertForPreTraining", "BertModel"
+_CLASSES = "cls.seq_relationship"
 _TIED_BIAS, _OWN_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"
 _UNREAD = (
     *("gradient_checkpointing", "classifier_dropout", "directionality", "pooler_fc_size"),
     *("pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
-)
-_WAY_OUT = (
-    "it has no head; load the folder with transformers as BertForPreTraining, save it, and train "
-    "the new heads"
 )
 
 
@@ -94,6 +95,11 @@ class BertFields:
         """The head for classes of pairs, if the architecture has it."""
         return PooledHeadConfig() if _BOTH in (self.architectures or ())[:1] else None
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether the architecture has no head."""
+        return _BARE in (self.architectures or ())[:1]
+
 
 def _read(given: BertFields) -> ModelConfig:
     activation = ACTIVATIONS[given.hidden_act]
@@ -108,16 +114,17 @@ def _read(given: BertFields) -> ModelConfig:
     )
     mlp = MLPConfig(ffn_size=given.intermediate_size, activation=activation, gated=False, bias=True)
     layer = LayerConfig(mixer=mixer, feed_forward=mlp, norms="post", repeat=given.num_hidden_layers)
+    values = model_values(given)
     return ModelConfig(
-        **model_values(given),
+        **(values | {"tied": True} if given.is_bare else values),
         layers=(layer,),
         norm=NormConfig(kind="layer", eps=given.layer_norm_eps),
         final_norm=False,
         positions="learned",
         embedding_norm=True,
         token_types=given.type_vocab_size,
-        head_transform=activation,
-        head_bias=True,
+        head_transform=None if given.is_bare else activation,
+        head_bias=not given.is_bare,
         pooled_head=given.pooled_head,
         dropout=given.hidden_dropout_prob,
     )
@@ -125,8 +132,9 @@ def _read(given: BertFields) -> ModelConfig:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     mixer, mlp = first_layer(config)
+    architecture = _TOKENS if config.pooled_head is None else _BOTH
     fields = BertFields(
-        architectures=(_TOKENS if config.pooled_head is None else _BOTH,),
+        architectures=(_BARE if config.head_transform is None else architecture,),
         **model_fields(config),
         num_attention_heads=mixer.num_heads,
         intermediate_size=mlp.ffn_size,
@@ -141,16 +149,19 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 def _links(config: ModelConfig) -> Iterator[Link]:
     hidden, vocabulary = config.hidden_size, config.vocab_size
+    base = "" if config.head_transform is None else "bert."
     tables = {
         "word_embeddings": ("embedding", vocabulary),
         "position_embeddings": ("embedding.positions", config.max_sequence_length),
         "token_type_embeddings": ("embedding.types", config.token_types),
     }
     for name, (target, rows) in tables.items():
-        yield from leaves(f"bert.embeddings.{name}", target, rows, hidden, bias=False)
-    yield from leaves("bert.embeddings.LayerNorm", "embedding.norm", hidden)
+        yield from leaves(f"{base}embeddings.{name}", target, rows, hidden, bias=False)
+    yield from leaves(f"{base}embeddings.LayerNorm", "embedding.norm", hidden)
     for index, layer in enumerate(config.layers):
-        yield from _layer_links(f"bert.encoder.layer.{index}", f"layers.{index}", layer, hidden)
+        yield from _layer_links(f"{base}encoder.layer.{index}", f"layers.{index}", layer, hidden)
+    if config.head_transform is None:
+        return
     head = "cls.predictions"
     yield from leaves(f"{head}.transform.dense", "head.transform", hidden, hidden)
     yield from leaves(f"{head}.transform.LayerNorm", "head.transform.norm", hidden)
@@ -161,7 +172,7 @@ def _links(config: ModelConfig) -> Iterator[Link]:
     if (pooled := config.pooled_head) is not None:
         yield from leaves("bert.pooler.dense", "pooled_head.dense", hidden, hidden)
         classes = "pooled_head.classifier"
-        yield from leaves("cls.seq_relationship", classes, pooled.num_classes, hidden)
+        yield from leaves(_CLASSES, classes, pooled.num_classes, hidden)
 
 
 def _layer_links(source: str, target: str, layer: LayerConfig, hidden: int) -> Iterator[Link]:
@@ -176,14 +187,22 @@ def _repeats(config: ModelConfig) -> Mapping[str, str]:
     return {} if config.tied else {_TIED_BIAS: _OWN_BIAS}
 
 
+def _settle(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """Return the model with the head for pairs that published folders of `BertForMaskedLM` have."""
+    if config.pooled_head is None and f"{_CLASSES}.weight" in names:
+        return replace(config, pooled_head=PooledHeadConfig())
+    return config
+
+
 FAMILY = Family(
     name="bert",
-    architectures=(_TOKENS, _BOTH),
+    architectures=(_TOKENS, _BOTH, _BARE),
     fields=BertFields,
     read=_read,
     write=_write,
     links=_links,
-    ignored=(".embeddings.position_ids",),
+    ignored=("embeddings.position_ids", "pooler."),
+    settle=_settle,
     copies=(
         ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
         (_OWN_BIAS, _TIED_BIAS),
@@ -191,9 +210,4 @@ FAMILY = Family(
     ),
     repeats=_repeats,
     endings={".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"},
-    refused={"BertModel": _WAY_OUT},
-    hint=(
-        "A folder with bert.pooler and cls.seq_relationship is one of BertForPreTraining: name "
-        "that in architectures of config.json"
-    ),
 )
