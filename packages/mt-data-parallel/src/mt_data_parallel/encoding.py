@@ -42,7 +42,7 @@ class Encoding(Protocol):
     """
 
     def encodes(self, name: str, param: Tensor) -> bool:
-        """Say whether a parameter is held in codes; called once, with one answer on all ranks."""
+        """Return whether a parameter is held in codes; called once; the same on all ranks."""
         ...
 
     def place(self, name: str, codes: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Where a parameter's gradient is found, with or without a gradient buffer."""
+"""Access to a parameter's gradient, with or without a gradient buffer."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def keys_of(
 
 
 def is_shared(param: Tensor) -> bool:
-    """Tell whether another pipeline stage holds a copy of the parameter."""
+    """Return whether another pipeline stage holds a copy of the parameter."""
     if not isinstance(param, nn.Parameter):
         return False
     return not {"embedding", "pp"}.isdisjoint(sharding_of(param).partial_grad)

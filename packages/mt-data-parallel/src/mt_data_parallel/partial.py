@@ -60,7 +60,7 @@ def reduce_partial_grads(
 
 
 def is_partial(param: Tensor) -> bool:
-    """Tell whether a parameter's gradient is summed over model axes."""
+    """Return whether a parameter's gradient is summed over model axes."""
     return isinstance(param, nn.Parameter) and bool(sharding_of(param).partial_grad)
 
 

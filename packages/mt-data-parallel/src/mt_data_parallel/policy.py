@@ -1,4 +1,4 @@
-"""How a sharded model is kept in memory: when, where and in which dtype."""
+"""The storage of a sharded model in memory: time, place and dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Release = Literal["nothing", "gradients", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPolicy:
-    """How a sharded model is kept in memory.
+    """The storage of a sharded model in memory.
 
     Attributes:
         unit_of: Function from a parameter's name to its unit; each unit is one bucket. None cuts

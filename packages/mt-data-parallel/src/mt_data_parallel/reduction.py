@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How the gradients of some parameters are summed.
+    """The reduction of some parameters' gradients.
 
     Only `replicas`: an all-reduce, after which every rank has the whole sum. Only `shards`: a
     reduce-scatter, after which every rank has its part (ZeRO). Both: a reduce-scatter inside of

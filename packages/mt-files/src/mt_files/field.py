@@ -115,7 +115,7 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 
 
 def matches(value: object, hint: Any) -> bool:
-    """Tell whether a value fits an annotation; a bool is no int, and a float must be finite."""
+    """Return whether a value fits an annotation; a bool is no int, and a float must be finite."""
     return any(_matches(value, option) for option in options_of(hint))
 
 

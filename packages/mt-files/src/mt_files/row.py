@@ -59,7 +59,7 @@ class RowField:
         checks.done()
 
     def is_read(self, stages: Iterable[Stage]) -> bool:
-        """Tell whether a rank with these stages of a pipeline reads the values."""
+        """Return whether a rank with these stages of a pipeline reads the values."""
         return not set(self.stages).isdisjoint(stages)
 
     def conflict(self, reader: RowField) -> str | None:

@@ -39,7 +39,7 @@ class PlainText(str):
 
     @property
     def is_null(self) -> bool:
-        """Tell whether it is YAML's null."""
+        """Return whether it is YAML's null."""
         return self in ("", "~", "null")
 
 
@@ -340,7 +340,7 @@ class _Binder:
 
 
 def _is_built(options: Sequence[Any], value: object) -> bool:
-    """Tell whether a value is a dataclass already, of a type that its field takes."""
+    """Return whether a value is a dataclass already, of a type that its field takes."""
     kinds = tuple(option for option in options if isinstance(option, type))
     return dataclasses.is_dataclass(value) and isinstance(value, kinds)
 

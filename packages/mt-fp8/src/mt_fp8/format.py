@@ -17,7 +17,7 @@ class Format:
         name: As in `Scaling.format`.
         dtype: Dtype of the tensor of codes; e2m1 has two codes in a byte.
         max: The largest finite value.
-        mantissa: Bits behind the point.
+        mantissa: Bits after the point.
         lowest: The exponent of the smallest normal number; below it steps stay equal.
         highest: The exponent of `max`.
         per_byte: Codes in a byte.

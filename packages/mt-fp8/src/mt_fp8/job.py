@@ -1,4 +1,4 @@
-"""How a kernel quantises one tensor."""
+"""Parameters of a kernel's quantisation of one tensor."""
 
 from __future__ import annotations
 

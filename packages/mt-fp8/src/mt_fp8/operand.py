@@ -1,4 +1,4 @@
-"""What a layer makes of a tensor once, in the forms that its products need."""
+"""Operands: a layer's tensor, quantised once in the forms that its products need."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Operand:
     """What a layer makes of a tensor once, in the forms that its products need.
 
     Attributes:
-        role: What the tensor is to the layer.
+        role: Role of the tensor in the layer.
         dtype: Dtype of the tensor and of the products.
         shape: Shape of the tensor.
         rows: Scaled along its last dim, as [tokens, features], or [out, in] of a weight.
         columns: Transposed and scaled along the other, as [features, tokens], or [in, out].
-        source: What `columns` is made of once it is asked for.
+        source: Source of `columns`, which is made at its first use.
         amax: The largest magnitude, where delayed scaling wants to know.
     """
 

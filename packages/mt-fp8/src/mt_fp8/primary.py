@@ -147,7 +147,7 @@ class PrimaryWeights:
         self._layers[name] = like, layers
 
     def encodes(self, name: str, param: Tensor) -> bool:
-        """Say whether a parameter is held in codes."""
+        """Return whether a parameter is held in codes."""
         del param
         return name in self.names
 

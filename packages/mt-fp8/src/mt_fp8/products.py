@@ -61,7 +61,7 @@ class Products(nn.Module):
     ends a step of it.
 
     Args:
-        recipe: How input, weight and gradient are quantised.
+        recipe: Quantisation of input, weight and gradient.
         splits: By role, which ranks hold the rest of the tensor; what is not named is whole.
         keeps_weight: Keep the quantised weight until it changes; False quantises it in every
             forward, for weights that full sharding gathers only while a layer runs.

@@ -22,11 +22,11 @@ class QTensor:
 
     Attributes:
         data: Codes in the dtype of the format; e2m1 as uint8, the even column in the low half.
-        scales: What codes are multiplied by: fp32, e8m0, or for nvfp4 e4m3.
-        scaling: How it was quantised.
+        scales: Factors of the codes: fp32, e8m0, or for nvfp4 e4m3.
+        scaling: Scaling of the quantisation.
         dtype: Dtype of the original tensor.
         shape: Shape of the original tensor.
-        global_scale: What the scales of nvfp4 are multiplied by, fp32; else None.
+        global_scale: Factor of the scales of nvfp4, fp32; else None.
 
     Shape:
         data: `shape`; for e2m1 its last dim is half of it, rounded up.
@@ -70,7 +70,7 @@ class QTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """Device of the codes."""
         return self.data.device
 
     @property

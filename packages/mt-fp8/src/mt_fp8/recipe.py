@@ -1,4 +1,4 @@
-"""How the three tensors of a linear layer are quantised."""
+"""Recipes: the quantisation of the three tensors of a linear layer."""
 
 from __future__ import annotations
 

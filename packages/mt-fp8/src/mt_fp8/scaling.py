@@ -1,4 +1,4 @@
-"""How one tensor is quantised."""
+"""Scalings: the quantisation of one tensor."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def engine_matmul(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtyp
 
 
 def engine_obstacle(a: QTensor, b: QTensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
-    """Say why Transformer Engine can't serve; None where it can."""
+    """Return why Transformer Engine can't serve; None where it can."""
     del bias
     kinds = _kind(a), _kind(b)
     if a.scaling.hadamard != b.scaling.hadamard:

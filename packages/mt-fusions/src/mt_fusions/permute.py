@@ -44,7 +44,7 @@ def permute(x: Tensor, experts: Tensor, num_experts: int, *, kernel: str = AUTO)
     Args:
         x: Tokens.
         experts: The k experts of each token, from 0 to below `num_experts`; one may be there twice.
-        num_experts: How many there are.
+        num_experts: Number of experts.
         kernel: "auto", or one of "cpu", "triton" and "reference" by name.
 
     Shape:

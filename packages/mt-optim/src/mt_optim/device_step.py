@@ -18,7 +18,7 @@ _RATES: tuple[str, ...] = ("lr", "weight_decay")
 
 
 def device_step_obstacle(optimizer: DistributedOptimizer) -> str | None:
-    """Say why the device can't take an optimizer's steps alone; None if it can."""
+    """Return why the device can't take an optimizer's steps alone; None if it can."""
     check_type("optimizer", optimizer, DistributedOptimizer)
     inner, buffer = optimizer.inner, optimizer.buffer
     if inner.guard is None:

@@ -217,7 +217,7 @@ class NamedOptimizer(NamedState):
             self.ema.update(skip=skip)
 
     def device_obstacle(self) -> str | None:
-        """Say why `update_on_device` can't do the whole step without the host; None if it can."""
+        """Return why `update_on_device` can't do a whole step without the host; None if it can."""
         if self.rescale is not None:
             return "QK-clip (rescale) has the host ask which weights it multiplies; use none"
         shards = self._by_param()

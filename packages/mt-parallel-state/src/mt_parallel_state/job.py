@@ -41,7 +41,7 @@ class PeerLostError(UserError, dist.DistError):
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
-    """Tell whether an error, or what led to it, only says that another rank is gone."""
+    """Return whether an error, or what led to it, only says that another rank is gone."""
     if error is not None:
         check_type("error", error, BaseException)
     seen: set[int] = set()
@@ -56,7 +56,7 @@ def is_peer_loss(error: BaseException | None) -> bool:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an error, or what caused it, is a device or a host that ran out of memory."""
+    """Return whether an error, or what caused it, is a device or a host that ran out of memory."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def must_launch(nproc: int, env: DistributedEnv) -> bool:
-    """Tell whether `nproc` local ranks are still to be started, and check that they can be.
+    """Return whether `nproc` local ranks are still to be started, and check that they can be.
 
     Args:
         nproc: The number of processes from the command line, 1 by default.

@@ -1,4 +1,4 @@
-"""How the process group of an axis is made."""
+"""Options for making the process group of an axis."""
 
 from __future__ import annotations
 

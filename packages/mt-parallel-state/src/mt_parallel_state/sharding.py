@@ -20,7 +20,7 @@ _PARTIAL_AXES = (*AXES, EMBEDDING, MIRROR)
 
 @dataclass(frozen=True)
 class ParamSharding:
-    """How a parameter is split, and what its gradient still misses.
+    """The split of a parameter, and the sums that its gradient still lacks.
 
     Attributes:
         spec: The axes that split each dim.

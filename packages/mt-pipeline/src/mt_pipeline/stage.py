@@ -122,12 +122,12 @@ def naming(action: Action, rank: int, *, where: str = "") -> Iterator[None]:
 
 
 def splits(stage: object) -> TypeGuard[SplitStage[Any]]:
-    """Tell whether a stage can be run in parts: it has parts, and is not compiled as a whole."""
+    """Return whether a stage can be run in parts: it has parts, and is not compiled as a whole."""
     return isinstance(stage, SplitStage) and not is_kind(stage, "OptimizedModule")
 
 
 def is_kind(stage: object, name: str) -> bool:
-    """Tell whether a stage is an instance of a class of torch, by name, without importing it."""
+    """Return whether a stage is an instance of a class of torch, by name, without importing it."""
     return any(kind.__name__ == name for kind in type(stage).__mro__)
 
 

@@ -266,7 +266,7 @@ class Mailbox:
                 self._arriving[action] = (tensor, work)
 
     def carries(self, action: Action) -> bool:
-        """Tell whether a message exists: an activation without a gradient gets none back."""
+        """Return whether a message exists: an activation without a gradient gets none back."""
         return action.op in (Op.SEND_F, Op.RECV_F) or self._specs[action.microbatch].has_gradient
 
     def put_zeros(self, send: Action) -> None:

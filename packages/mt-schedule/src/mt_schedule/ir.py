@@ -145,7 +145,7 @@ class Schedule:
         return stage - 1 if stage % self.depth else None
 
     def is_split(self, stage: int, microbatch: int) -> bool:
-        """Tell whether the backward of a stage and micro-batch is an I and a W, not a B."""
+        """Return whether the backward of a stage and micro-batch is an I and a W, not a B."""
         return (stage, microbatch) in self._split
 
     @cached_property

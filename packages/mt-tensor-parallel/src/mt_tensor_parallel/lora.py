@@ -334,7 +334,7 @@ def lora_delta(
     scale: float,
     lead: int = 0,
 ) -> Tensor:
-    """Return what an adapter adds to the layer's weight.
+    """Return the product that an adapter adds to the layer's weight.
 
     Args:
         a: A of the adapter, as in `lora_parts` like `b`, `matrix` and `parts`.

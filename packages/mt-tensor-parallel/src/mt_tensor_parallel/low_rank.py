@@ -15,7 +15,7 @@ from mt_tensor_parallel.gemm import SEQUENCE_DIM
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankPlace:
-    """How a linear layer is split, for `low_rank`.
+    """The split of a linear layer, for `low_rank`.
 
     Attributes:
         split: The features that `group` splits; None for a whole layer.
@@ -50,7 +50,7 @@ def low_rank(
         x: Input of the layer.
         a: A of each B, one below the other.
         bs: The second matrices.
-        place: How the layer is split.
+        place: Split of the layer.
         multiply: Function of `(x, weight)` that computes `x @ weight.T`.
 
     Shape:

@@ -86,7 +86,7 @@ class _ResultPickler(cloudpickle.Pickler):
 
 
 def _is_found(module: ModuleType, *, in_package: bool = False) -> bool:
-    """Tell whether a rank's import would find the same module.
+    """Return whether a rank's import would find the same module.
 
     Args:
         module: The module.

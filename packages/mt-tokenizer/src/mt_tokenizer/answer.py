@@ -1,4 +1,4 @@
-"""What a chat model says: parts of its answer as they come, and the whole."""
+"""Answers of a chat model: their parts as they come, and the whole."""
 
 from __future__ import annotations
 

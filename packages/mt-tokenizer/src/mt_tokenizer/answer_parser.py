@@ -14,7 +14,7 @@ _THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerForm:
-    """How a model marks the parts of its answers.
+    """A model's marks of the parts of its answers.
 
     Attributes:
         calls: Form of calls of functions: `hermes` (Qwen's too), `llama3`, `mistral`, `deepseek`;
@@ -60,7 +60,7 @@ class AnswerParser:
     and the end.
 
     Args:
-        form: How the model marks the parts.
+        form: The model's marks of the parts.
         functions: Names of the offered functions; with none, nothing is a call.
         prompt: The rendered prompt, which may already have begun the reasoning.
     """
@@ -204,7 +204,7 @@ def held_back(text: str, at: int, mark: str, space: str | None = None) -> int:
 def parse_answer(
     text: str, form: AnswerForm, *, functions: Collection[str] = (), prompt: str = ""
 ) -> ChatAnswer:
-    """Return what a whole text says; see `AnswerParser`."""
+    """Return the parsed answer in a whole text; see `AnswerParser`."""
     parser = AnswerParser(form, functions=functions, prompt=prompt)
     events: Iterable[AnswerEvent] = [*parser.feed(text), *parser.finish()]
     return ChatAnswer.of(events)

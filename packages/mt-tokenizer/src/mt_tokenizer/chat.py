@@ -38,7 +38,7 @@ _PROBE = "mt probes this"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatLimits:
-    """What a chat template may use for a conversation.
+    """Limits of a chat template for a conversation.
 
     Attributes:
         cpu_seconds: Seconds of a processor.

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class ChatText:
-    """What a chat template wrote, for `Tokenizer.encode_chat`.
+    """The output of a chat template, for `Tokenizer.encode_chat`.
 
     Attributes:
         text: The text.
@@ -32,7 +32,7 @@ class Encoded:
     Attributes:
         ids: Ids of the tokens.
         begins: Place in the text where each begins.
-        ends: Place behind its last character.
+        ends: Place after its last character.
     """
 
     ids: list[int]

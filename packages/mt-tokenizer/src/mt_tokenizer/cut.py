@@ -64,7 +64,7 @@ def _find(text: str, start: int, encode: _Encode) -> tuple[int, int] | None:
 
 
 def _is_safe(text: str, place: int, skipped: int, encode: _Encode) -> bool:
-    """Tell whether a cut that skips one space or none changes no id.
+    """Return whether a cut that skips one space or none changes no id.
 
     For a tokenizer that puts a space before every text, the space must be skipped.
     """

@@ -26,7 +26,7 @@ class TokenizerFileError(TokenizerError):
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Tell whether an exception comes from a library, including a panic of Rust code.
+    """Return whether an exception comes from a library, including a panic of Rust code.
 
     A panic is a `BaseException`, but not a request to stop.
     """

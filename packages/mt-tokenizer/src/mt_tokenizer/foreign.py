@@ -70,12 +70,12 @@ _TEKKEN = (
 
 
 def is_ranks(content: bytes) -> bool:
-    """Tell whether a file holds tiktoken's ranks: lines of a token in base64 and its number."""
+    """Return whether a file holds tiktoken's ranks: lines of a token in base64 and its number."""
     return _LINE.fullmatch(content[: content.find(b"\n") % (len(content) + 1)].strip()) is not None
 
 
 def is_tekken(record: object) -> bool:
-    """Tell whether a JSON value is the content of a tekken.json."""
+    """Return whether a JSON value is the content of a tekken.json."""
     return isinstance(record, dict) and isinstance(record.get("config"), dict) and "vocab" in record
 
 

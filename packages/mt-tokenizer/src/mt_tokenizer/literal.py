@@ -90,7 +90,7 @@ class Literals:
         return "".join(mark_of(c) if at in places else c for at, c in enumerate(text))
 
     def _is_inside(self, role: str) -> bool:
-        """Tell whether a role that no template knows is a part of a special token's name."""
+        """Return whether a role that no template knows is a part of a special token's name."""
         return bool(role) and role not in _ROLES and any(role in name for name in self._names)
 
 

@@ -327,7 +327,7 @@ def from_bytes(content: bytes, eod: str) -> Tokenizer:
 
 
 def _is_model(content: bytes) -> bool:
-    """Tell whether the content is a sentencepiece model, by the tag of its first field."""
+    """Return whether the content is a sentencepiece model, by the tag of its first field."""
     return content[:1] == b"\n" and content.lstrip()[:1] != b"{"
 
 

@@ -1,4 +1,4 @@
-"""How models write calls of functions: the forms of Hermes and Qwen, Llama 3, Mistral, DeepSeek."""
+"""The forms of function calls in answers: Hermes and Qwen, Llama 3, Mistral, DeepSeek."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ class Rows:
         return batch | {_SAMPLE_IDS.name: ids.copy()}
 
     def _reads(self, field: RowField) -> bool:
-        """Tell whether this rank reads the values of a field."""
+        """Return whether this rank reads the values of a field."""
         has_first = self.parts is None or self.parts[0][0] == 0
         return field.is_read(self.stages) and (field.cut != "once" or has_first)
 

@@ -55,7 +55,7 @@ class Held:
         }
 
     def note_gradients(self) -> None:
-        """Note what gradients there are behind the capture: replays write them."""
+        """Note what gradients there are after the capture: replays write them."""
         self._after = {n: x.grad for n, x in tensors_of(self._state) if x.grad is not None}
 
     def moved(self, used: Collection[int]) -> str | None:

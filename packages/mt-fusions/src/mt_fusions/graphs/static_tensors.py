@@ -23,7 +23,7 @@ class StaticTensors:
     Args:
         leaves: The tensors and the other arguments of a call.
         form: Their nesting.
-        device: Where tensors are kept.
+        device: Device of the tensors.
     """
 
     def __init__(self, leaves: Sequence[Any], form: TreeSpec, device: torch.device) -> None:

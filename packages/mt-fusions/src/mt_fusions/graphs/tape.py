@@ -110,7 +110,7 @@ class Tape(TorchDispatchMode):
             )
 
     def has_made(self, x: Tensor) -> bool:
-        """Tell whether the memory of a tensor was allocated by the operations."""
+        """Return whether the memory of a tensor was allocated by the operations."""
         return self._maker(address(x)) is not None
 
     def follow(self, before: Tape) -> None:
@@ -217,7 +217,7 @@ def _told(own: Any, old: Any) -> str:
 def _obstacle(
     func: Any, args: Any, kwargs: Mapping[str, Any], tensors: Sequence[Tensor], device: str
 ) -> str | None:
-    """Say why an operation has no place in a graph; None if it has."""
+    """Return why an operation has no place in a graph; None if it has."""
     name, tags = func._schema.name, func.tags
     here = [x.device.type == device for x in tensors]
     if name == "aten::lift_fresh":
@@ -253,7 +253,7 @@ def _draws(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _uncaptured(func: Any, args: Any) -> str | None:
-    """Say why a collective can't be captured: only NCCL's are kernels."""
+    """Return why a collective can't be captured: only NCCL's are kernels."""
     for x in tree_leaves(args):
         if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
             group = torch.distributed.ProcessGroup.unbox(x)

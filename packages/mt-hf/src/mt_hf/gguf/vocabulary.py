@@ -163,7 +163,7 @@ def _json(record: Mapping[str, Any], splitting: str | None) -> Vocabulary:
 
 
 def _prepends(record: Mapping[str, Any]) -> bool:
-    """Tell whether a tokenizer.json puts a space before a text."""
+    """Return whether a tokenizer.json puts a space before a text."""
     normalizer, before = record.get("normalizer") or {}, record.get("pre_tokenizer") or {}
     steps = [*normalizer.get("normalizers", [normalizer]), *before.get("pretokenizers", [before])]
     return any(

@@ -82,7 +82,7 @@ def _mixed(scores: Tensor, v: Tensor, sinks: Tensor | None, own: slice) -> Tenso
 
 
 def invariant_obstacle(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> str | None:
-    """Say why the attention can't be computed so; None if it can."""
+    """Return why the attention can't be computed so; None if it can."""
     del query, key, value
     return "dropout" if scores.drops else None
 

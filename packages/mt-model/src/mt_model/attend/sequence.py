@@ -89,7 +89,7 @@ class SequenceAttend:
             self._levels = HierarchicalGroups(inner=inner, outer=outer)
 
     def algorithm_of(self, layer: int) -> Algorithm:
-        """Return the algorithm of a layer; modules behind the last layer use the last one."""
+        """Return the algorithm of a layer; modules after the last layer use the last one."""
         return self.algorithms[min(layer, len(self.algorithms) - 1)]
 
     def positions(self, length: int, device: torch.device) -> Tensor:

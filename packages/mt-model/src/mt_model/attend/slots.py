@@ -1,4 +1,4 @@
-"""The requests whose tokens one pass of generation has, in a row one behind the other."""
+"""The requests whose tokens one pass of generation has, in a row one after the other."""
 
 from __future__ import annotations
 

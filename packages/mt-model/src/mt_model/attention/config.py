@@ -180,7 +180,7 @@ class AttentionConfig(MixerConfig):
         return {"key": shape, "value": shape}
 
     def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
-        """Say why ranks that swap tokens for heads can't share the heads."""
+        """Return why ranks that swap tokens for heads can't share the heads."""
         ranks = {"ulysses": cp, "hierarchical": inner}.get(algorithm, 1)
         groups = max(1, self.num_kv_heads // tp)
         return heads_obstacle(algorithm, heads=self.num_heads // tp, groups=groups, ranks=ranks)
@@ -209,7 +209,7 @@ def split_heads(
 
 
 def heads_obstacle(algorithm: str, *, heads: int, groups: int, ranks: int) -> str | None:
-    """Say why ranks that swap tokens for heads can't share a tp rank's heads."""
+    """Return why ranks that swap tokens for heads can't share a tp rank's heads."""
     if heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0):
         return None
     return (

@@ -132,7 +132,7 @@ class MLAConfig(MixerConfig):
         return {name: (batch_size, 1, max_length, size) for name, size in sizes.items()}
 
     def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
-        """Say why ranks that swap tokens for heads can't share the heads."""
+        """Return why ranks that swap tokens for heads can't share the heads."""
         ranks = {"ulysses": cp, "hierarchical": inner}.get(algorithm, 1)
         heads = self.num_heads // tp
         return heads_obstacle(algorithm, heads=heads, groups=heads, ranks=ranks)

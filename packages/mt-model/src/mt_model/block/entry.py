@@ -157,7 +157,7 @@ class MixerConfig(EntryConfig):
         return self.cache_shapes(blocks, block_size, tp)
 
     def context_obstacle(self, algorithm: str, *, cp: int, inner: int, tp: int) -> str | None:
-        """Say why `cp` ranks can't share a sequence this way; None if they can.
+        """Return why `cp` ranks can't share a sequence this way; None if they can.
 
         Args:
             algorithm: Algorithm by which attention reaches the keys of other ranks.

@@ -31,7 +31,7 @@ def normed(norm: nn.Module | None, x: Stream) -> tuple[Tensor, Tensor]:
 
 
 def apart(norm: nn.Module | None, *, frees_norm: bool) -> str | None:
-    """Say why an addition is not fused with the following norm; None where it may be.
+    """Return why an addition is not fused with the following norm; None where it may be.
 
     Args:
         norm: The norm that alone reads the sum next.

@@ -14,7 +14,7 @@ _ADDS_BIAS = ("gelu", "gelu_tanh")
 
 
 class PlainActivation:
-    """The activation behind a projection, which may add that one's bias itself.
+    """The activation after a projection, which may add that one's bias itself.
 
     Args:
         kind: A name of `mt_fusions.activate`.

@@ -1,4 +1,4 @@
-"""What the modules of a model say about the kernels that compute them."""
+"""Reports of a model's modules about the kernels that compute them."""
 
 from __future__ import annotations
 

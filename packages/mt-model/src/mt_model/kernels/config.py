@@ -44,7 +44,7 @@ def _registries(operation: str) -> tuple[Registry[Any], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """What computes each operation: `auto` or a candidate's name.
+    """The kernel of each operation: `auto` or a candidate's name.
 
     `auto` takes the first candidate that serves and was measured to be the fastest for the device;
     inside `torch.compile` it is the plain form, which the compiler fuses. A name is used wherever
@@ -58,7 +58,7 @@ class Kernels:
             activations too.
         norm: RMSNorm and LayerNorm: `fused`, `torch` (`F.rms_norm`, `F.layer_norm`), `reference`
             or, of RMSNorm alone, `cpu` (few passes of torch's vector code).
-        activation: Gated activations, squared ReLU and GELU behind a bias: `fused`, `torch` (its
+        activation: Gated activations, squared ReLU and GELU after a bias: `fused`, `torch` (its
             kernels, with one buffer for the gradient), `reference` or `invariant` (the same bits
             for a number wherever it is in a tensor). Others are one kernel of torch's, or
             `invariant`.

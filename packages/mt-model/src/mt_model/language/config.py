@@ -262,7 +262,7 @@ class ModelConfig(StackConfig):
         return head + module + super().flops_per_token(sequence_length)
 
     def handed_tokens(self, batch: Mapping[str, Any]) -> int:
-        """Return how many tokens of each row one stage hands to the next.
+        """Return the number of tokens of each row that one stage hands to the next.
 
         The tokens of the text come first, then the tokens of an encoder or of neighbours.
 

@@ -19,7 +19,7 @@ class Scoring(NamedTuple):
     """Operands of the product that scores the vocabulary, block by block.
 
     Attributes:
-        hidden: Input of the head's product, behind the last norm and the head's transform.
+        hidden: Input of the head's product, after the last norm and the head's transform.
         weight: This rank's rows of the head.
         bias: This rank's biases of the head, or None.
         softcap: Soft cap of the scores, or None.

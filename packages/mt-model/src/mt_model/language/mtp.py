@@ -1,4 +1,4 @@
-"""Multi-token prediction: modules behind the last layer, and their tokens and labels."""
+"""Multi-token prediction: modules after the last layer, and their tokens and labels."""
 
 from __future__ import annotations
 

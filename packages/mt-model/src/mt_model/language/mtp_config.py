@@ -13,7 +13,7 @@ MAX_DEPTHS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig:
-    """Modules behind the last layer that predict further tokens (DeepSeek-V3, section 2.2).
+    """Modules after the last layer that predict further tokens (DeepSeek-V3, section 2.2).
 
     The model predicts the next token, and module k the token k further on, from the output of the
     module before and the embedding of that token's predecessor. Modules share the model's embedding

@@ -1,1 +1,1 @@
-"""How much memory activations take."""
+"""Memory of activations."""

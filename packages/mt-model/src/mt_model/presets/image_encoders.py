@@ -57,7 +57,7 @@ def vit(  # noqa: PLR0913 - the keyword list is the vocabulary of a uniform enco
         patch_bias: Bias of the patch embedding.
         class_token: Learned token in front of the patches.
         embedding_norm: Norm in front of the first layer.
-        final_norm: Norm behind the last layer.
+        final_norm: Norm after the last layer.
         pooling: Pooling, or the word of a kind with its usual settings.
         num_classes: Number of classes.
         projection_size: Width of the projection.

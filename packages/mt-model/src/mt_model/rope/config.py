@@ -74,7 +74,7 @@ class RopeConfig:
         return int(head_dim * self.fraction)
 
     def obstacle(self, head_dim: int) -> str | None:
-        """Say why heads of this width can't turn; None if they can."""
+        """Return why heads of this width can't turn; None if they can."""
         width = self.width(head_dim)
         if width % 2 or not width:
             share = "" if self.fraction == 1 else f", of which rope turns {width},"

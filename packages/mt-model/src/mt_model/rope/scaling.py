@@ -51,7 +51,7 @@ class RopeScaling(ABC):
         return None
 
     def obstacle(self, theta: float, width: int) -> str | None:
-        """Say why the scaling does not fit a base and a number of channels; None if it does."""
+        """Return why the scaling does not fit a base and a number of channels; None if it does."""
         del theta, width
         return None
 

@@ -28,14 +28,14 @@ _RESERVED = ("lm", "tokens", "total", "val")
 
 @dataclass(frozen=True, kw_only=True)
 class StackConfig(StreamConfig, ABC):
-    """Layers in order with a norm behind the last one; subclasses add the input and the output.
+    """Layers in order with a norm after the last one; subclasses add the input and the output.
 
     Attributes:
         hidden_size: Width of the residual stream.
         max_sequence_length: Longest sequence; also the rows of a learned position table.
         layers: One entry per layer; they may differ. An entry with a `repeat` becomes that many.
         norm: Form of every norm.
-        final_norm: Norm behind the last layer; layers with `post` norms end in one already.
+        final_norm: Norm after the last layer; layers with `post` norms end in one already.
         dropout: Probability of dropping an element of the embedding, mixer or feed-forward
             output in training.
         init_std: Standard deviation of the initial weights; projections that write to the
@@ -219,7 +219,7 @@ class StackConfig(StreamConfig, ABC):
         return None
 
     def rows_behind(self) -> Iterable[tuple[str, int, int, LayerConfig]]:
-        """Give name, parameters, FLOPs per token and layer of the modules behind the layers."""
+        """Give name, parameters, FLOPs per token and layer of the modules after the layers."""
         return ()
 
     def outside(self) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""How a language model attends to the neighbours of its text's chunks."""
+"""The config of a language model's attention to the neighbours of its text's chunks."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ class RetroConfig:
 
     @staticmethod
     def owns(name: str) -> bool:
-        """Tell whether a model without neighbours lacks a parameter, by its name."""
+        """Return whether a model without neighbours lacks a parameter, by its name."""
         return re.match(r"neighbours\.|layers\.\d+\.cross(_norm)?\.", name) is not None
 
     def obstacle(self, layers: Sequence[LayerConfig]) -> str | None:
-        """Say why layers can't attend to neighbours; None if they can."""
+        """Return why layers can't attend to neighbours; None if they can."""
         places = self.places(len(layers))
         if not places:
             first, count = self._first(len(layers)), len(layers)

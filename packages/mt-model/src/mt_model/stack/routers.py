@@ -43,7 +43,7 @@ def balance_experts(stages: Sequence[Stack[Any]]) -> None:
 
 
 def expert_loads(stages: Sequence[Stack[Any]]) -> dict[str, Tensor]:
-    """Return how often each expert was chosen in this step so far, by the layer's global name.
+    """Return the number of choices of each expert in this step so far, by the layer's name.
 
     The counts are of this rank's tokens in training; their sum over all ranks is the step's count.
 

@@ -306,7 +306,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return (cast("TransformerLayer", layer) for layer in self.layers.values())
 
     def built_layers(self) -> Iterator[TransformerLayer]:
-        """Return this stage's layers, then the layers of the modules behind the last one."""
+        """Return this stage's layers, then the layers of the modules after the last one."""
         return self.stage_layers()
 
     def shared_inputs(self) -> Iterator[SharedInput]:
@@ -350,7 +350,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
 
     @abstractmethod
     def _build_output(self) -> None:
-        """Build the modules behind the final norm, which the last stage has."""
+        """Build the modules after the final norm, which the last stage has."""
 
     @abstractmethod
     def begin(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, ForwardContext]:
@@ -433,7 +433,7 @@ class Stack(nn.Module, ABC, Generic[Config]):
         return sum_losses(losses, self.shard.group if self.shard.sequence_parallel else None)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Return the last layer's output behind the final norm, if there is one."""
+        """Return the last layer's output after the final norm, if there is one."""
         return x if self.final_norm is None else self.final_norm(x)
 
     def _score_weights(self) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ def validate_context(
 
     Args:
         config: Configuration of the model.
-        algorithms: Algorithm of each layer; modules behind the last layer use the last one.
+        algorithms: Algorithm of each layer; modules after the last layer use the last one.
         cp: Number of ranks that share a sequence.
         inner: Number of ranks that swap tokens for heads in the hierarchical algorithm.
         tp: Number of ranks that share the weights.

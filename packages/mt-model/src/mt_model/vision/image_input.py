@@ -76,7 +76,7 @@ class ImageInput(nn.Module):
 
     Parameters: `tower.*` as of `VisionEncoder` and `projector.*` as of `Projector`, split over
     "tp". Ranks that share a sequence each encode all of its images, and tell each other where
-    image tokens are: one all-gather over "cp". The encoder's layers behind the last one whose
+    image tokens are: one all-gather over "cp". The encoder's layers after the last one whose
     output is taken are frozen. Under sequence parallelism the features' gradient is summed over
     "tp".
 

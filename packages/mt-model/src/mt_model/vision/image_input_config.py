@@ -1,4 +1,4 @@
-"""How a language model takes images: an encoder of them, and a projection to its own width."""
+"""The config of a language model's images: an encoder, and a projection to the model's width."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ImageInputConfig:
     ) -> int:
         """Count the operations of forward and backward for an image.
 
-        The encoder's layers behind the last one whose output is taken, and its pooling, never run
+        The encoder's layers after the last one whose output is taken, and its pooling, never run
         and are not counted. Backward is twice forward, and none where there is nothing to train.
 
         Args:
@@ -111,7 +111,7 @@ def expand_image_tokens(
     Args:
         tokens: With one image token for each image.
         images: How the model takes images.
-        num_images: How many there are, to be checked; None for any number.
+        num_images: Number of images, to be checked; None for any number.
 
     Raises:
         ValueError: There are not as many image tokens as images.

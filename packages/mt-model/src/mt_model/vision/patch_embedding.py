@@ -47,7 +47,7 @@ class PatchEmbedding(nn.Module):
     Args:
         config: Configuration of the encoder.
         shard: This rank's share of the model.
-        padding: Zeros behind the last token, so that ranks can share the tokens.
+        padding: Zeros after the last token, so that ranks can share the tokens.
 
     Shape:
         forward(images): [B, C, H, W] -> [B, tokens + padding, hidden], of which sequence

@@ -28,7 +28,7 @@ def whole_linear(in_size: int, out_size: int, *, bias: bool, shard: ShardContext
     Args:
         in_size: Width of the input.
         out_size: Width of the output.
-        bias: There is one.
+        bias: Whether the layer has a bias.
         shard: This rank's share of the model.
     """
     arguments = {**shard.linear_arguments(), "group": None, "sequence_parallel": False}
@@ -48,7 +48,7 @@ class ClassPooling(nn.Module):
     Args:
         config: Configuration of the pooling.
         stream: The residual stream of the model.
-        layer: Index of the module, behind the last layer.
+        layer: Index of the module, after the last layer.
         shard: This rank's share of the model.
 
     Shape:
@@ -81,7 +81,7 @@ class AttentionPooling(nn.Module):
     Args:
         config: Configuration of the pooling.
         stream: The residual stream of the model.
-        layer: Index of the module, behind the last layer.
+        layer: Index of the module, after the last layer.
         shard: This rank's share of the model.
 
     Shape:

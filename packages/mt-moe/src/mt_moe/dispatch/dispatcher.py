@@ -1,4 +1,4 @@
-"""What a dispatcher does: send tokens to the ranks of their experts, and bring results back."""
+"""The interface of a dispatcher, which sends tokens to their experts' ranks, and results back."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def normalized(scores: Tensor) -> Tensor:
 
 
 def count_choices(experts: Tensor, num_experts: int, valid: Tensor | None = None) -> Tensor:
-    """Return how often each expert is chosen.
+    """Return the number of choices of each expert.
 
     Shape:
         experts: [..., T, k]; valid: [..., T], True for real tokens. Returns [..., E], int64.

@@ -1,1 +1,1 @@
-"""What happens to gradients before the update: norms, clipping, loss scale, the decision."""
+"""Treatment of gradients before the update: norms, clipping, loss scale, the decision."""

@@ -27,7 +27,7 @@ _KEYS = ("initial_lr", "name", "rule", *SCALES)
 
 
 def default_decay_filter(name: str, param: Tensor) -> bool:
-    """Say whether weight decay applies to a parameter: not to biases, norms and other vectors.
+    """Return whether weight decay applies to a parameter: not to biases, norms and other vectors.
 
     Args:
         name: The parameter's name.

@@ -47,7 +47,7 @@ class ParamFilter:
             )
 
     def matches(self, name: str, param: Tensor) -> bool:
-        """Say whether a parameter is chosen."""
+        """Return whether a parameter is chosen."""
         return (
             (self.names is None or fnmatchcase(name, self.names))
             and (self.attribute is None or bool(getattr(param, self.attribute, False)))

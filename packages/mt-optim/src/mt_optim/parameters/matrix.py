@@ -53,7 +53,7 @@ def check_whole(shard: ParamShard, who: str) -> None:
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    """Say whether a parameter is a hidden matrix, which Muon and SOAP step.
+    """Return whether a parameter is a hidden matrix, which Muon and SOAP step.
 
     Args:
         name: The parameter's name. Biases, embeddings and heads are excluded by their names.

@@ -21,7 +21,7 @@ _FUSED_DEVICES = ("cpu", "cuda", "xpu")
 
 
 def fused_obstacle(param: Tensor) -> str | None:
-    """Say why torch's fused AdamW kernel does not take this parameter; None if it does."""
+    """Return why torch's fused AdamW kernel does not take this parameter; None if it does."""
     kind = param.device.type
     if kind not in _FUSED_DEVICES:
         return f"no fused AdamW kernel for {kind}; there is one for {_FUSED_DEVICES}"
@@ -66,7 +66,7 @@ class AdamWRule(Rule):
         return state
 
     def device_obstacle(self, master: Tensor) -> str | None:
-        """Say why rates on the device are not supported; only the fused kernel reads them."""
+        """Return why rates on the device are not supported; only the fused kernel reads them."""
         if not self.decoupled:
             return "adam adds weight decay, a number of Python, to gradients; use adamw"
         return fused_obstacle(master)

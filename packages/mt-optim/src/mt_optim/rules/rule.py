@@ -92,7 +92,7 @@ class Rule(ABC):
         return ()
 
     def device_obstacle(self, master: Tensor) -> str | None:
-        """Say why the rule can't take rates and `Batch.skip` on the device; None if it can.
+        """Return why the rule can't take rates and `Batch.skip` on the device; None if it can.
 
         Then a group's `lr` and `weight_decay` may be fp64 tensors without dims.
         """

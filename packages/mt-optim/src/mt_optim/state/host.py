@@ -159,7 +159,7 @@ class Mover:
     parameters leave. On the CPU the same code runs, and copies are plain ones to other memory.
 
     Args:
-        device: Where gradients and parameters are.
+        device: Device of gradients and parameters.
 
     Attributes:
         traffic: Bytes copied since `begin`.

@@ -1,1 +1,1 @@
-"""What calibration data says about inputs, keys and values."""
+"""Statistics of inputs, keys and values from calibration data."""

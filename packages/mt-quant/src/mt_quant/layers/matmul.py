@@ -96,7 +96,7 @@ def _by_codes_obstacle(x: Tensor, weight: QuantizedWeight, input: InputFormat | 
 
 
 def _cpu_obstacle(x: Tensor, weight: QuantizedWeight, input: InputFormat | None) -> str | None:
-    """Say why torch's CPU kernels for low-bit weights can't serve, or would be slow."""
+    """Return why torch's CPU kernels for low-bit weights can't serve, or would be slow."""
     if x.device.type != "cpu":
         return f"it is for the CPU, and the input is on {x.device}"
     if x.dtype != torch.bfloat16:

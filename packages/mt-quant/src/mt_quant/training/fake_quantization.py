@@ -111,7 +111,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def training_obstacle(decision: Decision) -> str | None:
-    """Say why training can't round as a decision says; None where it can.
+    """Return why training can't round as a decision says; None where it can.
 
     Training rounds weights to the nearest value, and inputs with scales of each token.
     """

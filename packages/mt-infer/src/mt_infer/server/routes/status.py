@@ -22,7 +22,7 @@ async def health() -> dict[str, str]:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Say whether the server can serve requests now."""
+    """Return whether the server can serve requests now."""
     serving = Serving.of(request)
     if serving.is_draining or not serving.backend.is_ready:
         raise RefusedError(503, "the server is not ready", code="not_ready", retry_after=1)
