@@ -1,6 +1,7 @@
 """Images become the pixel values that transformers' processors of CLIP and SigLIP make."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from mt_multimodal import read_image_preprocessing
 from PIL import Image, ImageOps
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 PROCESSORS = {
     "clip": CLIPImageProcessorPil(),
@@ -57,3 +59,19 @@ def test_pixel_values_are_those_of_transformers(tmp_path, name):
         found = ours.pixels_of(content, f"image {number}")
         assert found.shape == theirs["pixel_values"][0].shape[:1] + ours.output_size
         assert (np.abs(found - theirs["pixel_values"][0]) <= step * 1.001).all(), number
+
+
+@pytest.mark.parametrize("size", [{}, {"size": 20}])
+@pytest.mark.parametrize(
+    "kind", [CLIPImageProcessorPil, SiglipImageProcessorPil, ViTImageProcessorPil]
+)
+def test_fields_that_a_file_lacks_are_those_of_its_processor(tmp_path, kind, size):
+    name = kind.__name__.removesuffix("Pil")
+    crop = {"crop_size": 16} if "CLIP" in name and size else {}
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(json.dumps({"image_processor_type": name, **size, **crop}))
+    image = Image.fromarray(np.random.default_rng(1).integers(0, 256, (30, 50, 3), np.uint8))
+    theirs = kind.from_pretrained(tmp_path)(images=[image], return_tensors="np")["pixel_values"][0]
+    found = read_image_preprocessing(tmp_path).pixels(image)
+    assert found.shape == theirs.shape
+    assert np.abs(found - theirs).max() <= 1.001 / 255 / min(kind().image_std)

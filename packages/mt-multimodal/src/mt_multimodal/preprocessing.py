@@ -18,7 +18,21 @@ from numpy.typing import NDArray
 from mt_multimodal.decoding import ImageLimits, decode_image, to_rgb
 
 _FILE, _NEWER_FILE = "preprocessor_config.json", "processor_config.json"
-_KINDS = ("CLIPImageProcessor", "SiglipImageProcessor", "ViTImageProcessor", "LlavaImageProcessor")
+_SQUARE = {"height": 224, "width": 224}
+_CLIP = {
+    "size": {"shortest_edge": 224},
+    "do_center_crop": True,
+    "crop_size": _SQUARE,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+# What a file that names one of these processors of transformers means by the fields that it lacks.
+_KINDS: Mapping[str, Mapping[str, Any]] = {
+    "CLIPImageProcessor": _CLIP,
+    "LlavaImageProcessor": _CLIP,
+    "SiglipImageProcessor": {"size": _SQUARE},
+    "ViTImageProcessor": {"size": _SQUARE, "resample": 2},
+}
 _MAX_JSON = 1 << 22
 _MAX_SIZE, _MAX_FILTER = 1 << 13, 5
 _CHANNELS, _VALUES = 3, 256
@@ -80,8 +94,8 @@ class ImagePreprocessing:
                 checks.add(name, text)
         if not all(self.image_std):
             checks.add("image_std", f"{shorten(self.image_std)}: values are divided by it")
-        kind = str(self.fields.get("image_processor_type", _KINDS[0]))
-        if kind.removesuffix("Fast").removesuffix("Pil") not in _KINDS:
+        kind = self.fields.get("image_processor_type")
+        if kind is not None and _kind_of(kind) not in _KINDS:
             text = f"image_processor_type {shorten(kind)} is none of {', '.join(_KINDS)}"
             checks.add("fields", f"{text}; give pixel values in place of images")
         for name, value in self.fields.items():
@@ -207,5 +221,19 @@ def read_image_preprocessing(path: str | os.PathLike[str]) -> ImagePreprocessing
             given = given.get("image_processor")
         if isinstance(given, dict):
             given = {field: value for field, value in given.items() if value is not None}
-            return build(ImagePreprocessing, given, f"{each}")
+            return build(ImagePreprocessing, _completed(given), f"{each}")
     return None
+
+
+def _kind_of(name: object) -> str:
+    """Return the name of a processor without the suffix of its implementation."""
+    return str(name).removesuffix("Fast").removesuffix("Pil")
+
+
+def _completed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a file with the defaults of the processor that it names."""
+    kind, size = _kind_of(given.get("image_processor_type")), given.get("size")
+    found = {**_KINDS.get(kind, {}), **given}
+    if kind.startswith("ViT") and isinstance(size, int):
+        found["size"] = {"height": size, "width": size}  # of others it is the shortest edge
+    return found
