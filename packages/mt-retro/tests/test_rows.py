@@ -147,6 +147,12 @@ def test_a_step_of_a_sampler_has_them(made):
     sampler = BatchSampler(rows, global_batch_size=4, micro_batch_size=2, vocab_size=12)
     batches = sampler.step(0)
     assert [batch["neighbours"].shape for batch in batches] == [(2, 4, 3, 128)] * 2
+    for batch in (*batches, Rows().read(rows, np.array([3, 1, 3, -1]))):
+        for place, number in enumerate(batch["sample_ids"].tolist()):
+            row = rows.row(number) if number >= 0 else rows.empty()
+            for name in ("neighbours", "neighbour_lengths"):
+                assert (batch[name][place] == row[name]).all()
+        assert batch["neighbours"].flags.writeable
     small = BatchSampler(rows, global_batch_size=4, micro_batch_size=2, vocab_size=11)
     with pytest.raises(DataError, match="token id 11"):
         small.step(0)

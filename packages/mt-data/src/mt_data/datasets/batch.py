@@ -86,6 +86,7 @@ class GatheredRow(Mapping[str, NDArray]):
 
     Attributes:
         content: Source of the later arrays.
+        later: Names of the later arrays.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class GatheredRow(Mapping[str, NDArray]):
     ) -> None:
         self.dataset, self.content = dataset, content
         self._arrays, self._names, self._lacking = arrays, (*arrays, *later), set(later)
+        self.later = tuple(later)
 
     def keep(self, **arrays: NDArray) -> None:
         """Store later arrays."""
@@ -220,6 +222,8 @@ class Rows:
         read = {field.name for field in fields if self._reads(field)}
         _gather([row for row in rows if isinstance(row, GatheredRow)], read)
         length, what = samples.sequence_length, type(samples).__name__
+        first = rows[0]
+        later = first.later if isinstance(first, GatheredRow) else ()
         batch = {}
         for field in fields:
             if field.name in read:
@@ -227,7 +231,10 @@ class Rows:
                 _check_arrays(field, arrays, sizes, what)
             else:
                 arrays = [empty_array(field, sizes)] * len(rows)
-            batch[field.name] = self._joined(field, arrays, length)
+            whole = _undivided(arrays, joined=field.joined) if field.name in later else None
+            if whole is None:
+                whole = np.concatenate(arrays if field.joined else [x[None] for x in arrays])
+            batch[field.name] = self._own(field, whole, length)
         return batch | {_SAMPLE_IDS.name: ids.copy()}
 
     def _reads(self, field: RowField) -> bool:
@@ -235,9 +242,8 @@ class Rows:
         has_first = self.parts is None or self.parts[0][0] == 0
         return field.is_read(self.stages) and (field.cut != "once" or has_first)
 
-    def _joined(self, field: RowField, arrays: Sequence[NDArray], length: int) -> NDArray:
-        """Return this rank's part of one array of several rows."""
-        whole = np.concatenate(arrays if field.joined else [each[None] for each in arrays])
+    def _own(self, field: RowField, whole: NDArray, length: int) -> NDArray:
+        """Return this rank's part of an array of whole rows."""
         if field.cut != "along" or self.parts is None:
             return whole
         own = self._scaled(whole.shape[1], of=length)
@@ -377,6 +383,27 @@ def _gather(rows: Sequence[GatheredRow], names: Collection[str]) -> None:
             lacking.setdefault(id(row.dataset), []).append(row)
     for own in lacking.values():
         own[0].dataset.gather(own)
+
+
+def _undivided(arrays: Sequence[NDArray], *, joined: bool) -> NDArray | None:
+    """Return the array whose parts, in order and without a gap, are the arrays of rows, or None.
+
+    Arrays that are made for all rows at once are such parts, and large: they need no copy.
+    """
+    whole = arrays[0].base
+    if not isinstance(whole, np.ndarray) or not whole.flags.c_contiguous:
+        return None
+    if whole.dtype != arrays[0].dtype or whole.nbytes != sum(each.nbytes for each in arrays):
+        return None
+    address = whole.__array_interface__["data"][0]
+    for each in arrays:
+        is_next = each.__array_interface__["data"][0] == address
+        if each.base is not whole or not each.flags.c_contiguous or not is_next:
+            return None
+        address += each.nbytes
+    if joined:
+        return whole.reshape(sum(map(len, arrays)), *arrays[0].shape[1:])
+    return whole.reshape(len(arrays), *arrays[0].shape)
 
 
 def _check_arrays(
