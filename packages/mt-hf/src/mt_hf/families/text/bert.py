@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from mt_files import Checks, shorten, to_plain
 from mt_model import (
@@ -19,6 +19,7 @@ from mt_model import (
     ModelConfig,
     NormConfig,
     PooledHeadConfig,
+    StackConfig,
 )
 
 from mt_hf.family.decoder import (
@@ -114,9 +115,11 @@ def _read(given: BertFields) -> ModelConfig:
     )
     mlp = MLPConfig(ffn_size=given.intermediate_size, activation=activation, gated=False, bias=True)
     layer = LayerConfig(mixer=mixer, feed_forward=mlp, norms="post", repeat=given.num_hidden_layers)
-    values = model_values(given)
+    values: dict[str, Any] = model_values(given)
+    if given.is_bare:
+        values["tied"] = True
     return ModelConfig(
-        **(values | {"tied": True} if given.is_bare else values),
+        **values,
         layers=(layer,),
         norm=NormConfig(kind="layer", eps=given.layer_norm_eps),
         final_norm=False,
@@ -187,8 +190,9 @@ def _repeats(config: ModelConfig) -> Mapping[str, str]:
     return {} if config.tied else {_TIED_BIAS: _OWN_BIAS}
 
 
-def _settle(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+def _settle(config: StackConfig, names: Collection[str]) -> StackConfig:
     """Return the model with the head for pairs that published folders of `BertForMaskedLM` have."""
+    config = cast("ModelConfig", config)
     if config.pooled_head is None and f"{_CLASSES}.weight" in names:
         return replace(config, pooled_head=PooledHeadConfig())
     return config
