@@ -10,7 +10,6 @@ from mt_multimodal.sources import FileImages, ImageSource, TarImages
 from mt_multimodal.tables import TableImages
 
 _TAR = re.compile(r"\.(tar|tgz|tar\.\w+)$")  # a compressed one is refused by name
-
 _IN_FOLDERS = re.compile(r"\.(tar|parquet|jsonl)(\.(gz|bz2|xz|zst))?$")
 
 
